@@ -1,4 +1,4 @@
-"""Numbers that lie on a device when a state is captured: they cross with its bytes, and nobody waits for them before these are there."""
+"""Numbers that lie on a device when a state is captured. They are copied with its bytes, and nothing waits for them before that."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def is_late(value: object) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Arriving:
-    """The numbers of one capture that lie on devices: ``tensors`` are copies of those of the metrics, by name, and then of the values."""
+    """The numbers of one capture that lie on devices. ``tensors`` has copies of those in the metrics, by name, then those in the values."""
 
     names: Sequence[str]
     flat: Flat
@@ -29,18 +29,18 @@ class Arriving:
 
     @classmethod
     def of(cls, metrics: Mapping[str, torch.Tensor], flat: Flat) -> Arriving | None:
-        """What is late of a capture; None: nothing. On the training thread, which may change all of it once this returns."""
+        """The late numbers of a capture; None if there are none. Runs on the training thread, which may change them once this returns."""
         if not metrics and not flat.has_numbers:
             return None
         found = [*metrics.values(), *(value.tensor for value in flat.values if isinstance(value, Number))]
         return cls([*metrics], flat, [each.detach().clone() for each in found])
 
     def metrics_with(self, metrics: Mapping[str, float], found: Sequence[float]) -> dict[str, float]:
-        """All metrics, with the numbers that have arrived."""
+        """All metrics, including the numbers that have arrived."""
         return {**metrics, **dict(zip(self.names, map(float, found), strict=False))}
 
     def values_with(self, values: msgspec.Raw, found: Sequence[float]) -> msgspec.Raw:
-        """The values, with the numbers that have arrived; as they were where none were late."""
+        """The values, including the numbers that have arrived; unchanged if none were late."""
         if not self.flat.has_numbers:
             return values
         numbers = iter(found[len(self.names) :])

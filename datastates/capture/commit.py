@@ -1,18 +1,18 @@
-"""The one place where a state becomes part of memory and lineage: captures, merges and clones all come here.
+"""The only place where a state becomes part of memory and lineage. Captures, merges and clones all go through it.
 
     enter      its slots become the memory tier's
     record     the lineage takes it, in one transaction; a round of captures in one
     announce   the engine knows that it is there
 
-Whatever is raised on the way, and between whichever two instructions, in the end all three have the state or none has.
+Whatever is raised on the way, between any two instructions, in the end either all three have the state or none has.
 
 Rules:
-- What the lineage says decides. A state that it has is announced, and then the error is raised (that of a capture by whoever uses its
-  line next); any other leaves memory again, and a capture's handle is told why.
-- Whether a transaction that did not return went through, the lineage is asked. Where it does not answer, a capture waits in the journal,
-  which finds out later. Any other state leaves memory, and that is told as of any other that does.
-- Slots that the memory tier did not take stay with whoever acquired them: what was taken is gone from their list.
-- Each step of the way back may be done twice: where that is interrupted too, it is begun anew.
+- The lineage decides. A state that it has is announced, and then the error is raised (for a capture, by the next call that uses its
+  line). Any other state leaves memory again, and a capture's handle is told why.
+- If a transaction did not return, the lineage is asked whether it was committed. If the lineage does not answer, a capture waits in the
+  journal, which finds out later. Any other state leaves memory, and the lineage is told that it left, as for any eviction.
+- Slots that the memory tier did not take stay with the caller that acquired them: the tier removes those that it takes from the list.
+- Each step of the way back may be done twice: if the way back is interrupted too, it starts again.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Coming:
-    """A state that no line captured, and that is to come in. ``enter`` makes its bytes the memory tier's, all of them or none.
+    """A state that no line captured: a merge or a clone, about to be taken in. ``enter`` makes its bytes the memory tier's, all or none.
 
-    ``base`` is the manifest of a relative on disk.
+    ``base`` is the manifest of a related state on disk.
     """
 
     facts: StateFacts
@@ -62,7 +62,7 @@ class Coming:
     base: Manifest | None = None
 
     def told(self, placed: Placed, tier: CaptureTier, holder: str) -> NewState:
-        """What the lineage is told of it."""
+        """The record of it for the lineage."""
         total, new = self.bytes_total, placed.bytes_new
         return NewState(self.facts, self.digest, tier.gives, bytes_total=total, bytes_new=new, tier=tier.name, node=holder)
 
@@ -70,7 +70,7 @@ class Coming:
 class Commits:
     """Takes states in. ``adopt`` tells the engine of a merge or a clone, or raises Closed; ``post`` tells it of captures.
 
-    Either may be told any number of times of one state.
+    Either may be called any number of times for one state.
     """
 
     def __init__(
@@ -91,12 +91,12 @@ class Commits:
         self._record = Record(register.journal, memory, books.holder)
         self._adopt, self._post = adopt, post
         self._turn = Mutex()
-        """One at a time: two clones of one state would each take back what the other counts on."""
+        """Takes in one state at a time: of two clones of one state, one could take back what the other relies on."""
 
     # --- merges and clones: any thread -----------------------------------------------------------------------------------------
 
     def take_in(self, coming: Coming, record: Callable[[Session, NewState], State]) -> State:
-        """Let a merge or a clone in: ``record`` tells the lineage of it; what that returns. An interrupt is raised when this is over.
+        """Take in a merge or a clone: ``record`` tells the lineage of it, and its result is returned. An interrupt is raised at the end.
 
         :raises Conflict: another state of this uid is here, or the branch has moved on.
         """
@@ -106,8 +106,8 @@ class Commits:
             try:
                 placed = coming.enter()
                 if self._journal.is_leaving(uid):
-                    self._journal.tell_evictions()  # it left and comes back: the lineage hears it in this order
-                with self._database.write(durable=True) as session:  # nobody would tell it again
+                    self._journal.tell_evictions()  # it left and comes back: the lineage must be told in this order
+                with self._database.write(durable=True) as session:  # durable, because nothing would tell it again
                     state = record(session, coming.told(placed, self._memory, self.holder))
                 self._adopt(uid, coming.base)
             except BaseException:
@@ -127,14 +127,14 @@ class Commits:
     # --- captures: the engine thread -------------------------------------------------------------------------------------------
 
     def take_round(self, captures: Sequence[Staged]) -> None:
-        """Let captures in that were copied. What is wrong with one of them its handle is told; whatever this raises is for ``settle``."""
+        """Take in captures that were copied. If one fails, its handle gets the error; an error that this raises is for ``settle``."""
         entered: list[Staged] = []
         for staged in captures:
             try:
                 self._pipeline.enter(staged)
                 self._register.await_others(staged)
                 entered.append(staged)
-            except BaseException as exc:  # whatever it is, the handle raises it
+            except BaseException as exc:  # the handle raises it, whatever it is
                 self._refuse(staged, exc)
         began = time.monotonic()
         errors = self._record.process_all([staged.work for staged in entered if staged.work is not None])
@@ -144,14 +144,14 @@ class Commits:
         self._announce(self._concluded(entered, errors))
 
     def settle(self, captures: Sequence[Staged], error: BaseException) -> None:
-        """A round was broken off by ``error``, wherever: its captures are there for everybody, or for nobody."""
+        """Settle a round that ``error`` broke off at any point: memory, lineage and engine all have each of its captures, or none has."""
         self._announce(self._concluded(captures, {staged.progress.uid: error for staged in captures}))
 
     def _concluded(self, captures: Sequence[Staged], errors: Mapping[str, BaseException]) -> list[Staged]:
-        """Those that are in memory and in the lineage, or will be. The others are in neither from now on, and their handles are told."""
+        """The captures that are in memory and in the lineage, or will be. The others are in neither from now on; their handles are told."""
         wrong = [staged for staged in captures if staged.progress.uid in errors]
-        has_come = {staged.progress.uid: self._has_come(staged) for staged in wrong}  # parents first, the order in which what waits is told
-        for staged in reversed(wrong):  # the newest first: each gives its line back the tip before it
+        has_come = {staged.progress.uid: self._has_come(staged) for staged in wrong}  # parents first, as the journal tells them
+        for staged in reversed(wrong):  # the newest first: each restores its line's tip before it
             error = errors[staged.progress.uid]
             if has_come[staged.progress.uid]:
                 self._register.note(staged.line, error)
@@ -171,15 +171,15 @@ class Commits:
             self._journal.skip(Skip(staged.facts, staged.line.part.rank, why, str(error) or repr(error)))
 
     def _announce(self, captures: Sequence[Staged]) -> None:
-        whole = [staged for staged in captures if staged.line.part is None]  # the register does it for parts, once their state is whole
+        whole = [staged for staged in captures if staged.line.part is None]  # the register announces parts, once their state is whole
         self._post(*(Recorded(staged.progress.uid, staged.line.name, time.monotonic(), staged.taken()) for staged in whole))
 
     # --- something was raised ----------------------------------------------------------------------------------------------------
 
     def _stays(self, uid: str, is_told: Callable[[], bool]) -> bool:
-        """Whether memory and lineage have a state, or will; else neither does from now on."""
+        """Whether memory and lineage have a state, or will. If not, the state is removed from memory."""
         if not self._memory.has(uid):
-            return False  # the lineage was not asked yet
+            return False  # the lineage was not told of it yet
         try:
             if is_told():
                 return True

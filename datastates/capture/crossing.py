@@ -1,8 +1,8 @@
-"""Copies from devices to the host: what may change next is put aside at once, and all of it crosses on streams of its own.
+"""Copies from devices to the host. What may change next is put aside on the device at once, and everything crosses on separate streams.
 
-``begin`` and ``fence`` run on the training thread, which launches a few operators and waits for no device. Everything else is queued by the
-thread ``datastates-crossing``. Where chunks may be still it waits until the device has told whether they are, and elsewhere for none: so no
-capture is queued later than it could be.
+``begin`` and ``fence`` run on the training thread, which launches a few operators and waits for no device. The thread
+``datastates-crossing`` queues everything else. It waits for a device only where chunks may be still, until the device has said whether they
+are. So no capture is queued later than necessary.
 """
 
 from __future__ import annotations
@@ -28,13 +28,14 @@ from .stills import Look, beside, is_within
 __all__ = ["Crossings", "Hold", "copy", "host_pairs"]
 
 Hold = Callable[[Iterable[tuple[bytes, int]]], dict[tuple[bytes, int], Held]]
-"""As ``CaptureTier.hold``."""
+"""The signature of ``CaptureTier.hold``."""
 
 
 class Crossings:
     """The streams of an arena's captures, and the thread that queues on them. ``then`` takes each job once it is queued, in order.
 
-    ``hold`` finds chunks in memory, which still ones are then; without it everything is copied. What has a snapshot is copied from there.
+    ``hold`` finds still chunks in memory, so that they need no copy; without it everything is copied. What a snapshot has is copied from
+    the snapshot.
     """
 
     def __init__(self, arena: Arena, then: Callable[[CopyJob | None], None], hold: Hold | None, snapshots: Snapshots) -> None:
@@ -45,19 +46,19 @@ class Crossings:
         self._is_pinned = False
 
     def begin(self, job: CopyJob, *, is_deferring: bool) -> None:
-        """Put aside what may change next, or copy it now; what else there is may change once a fence was waited for.
+        """Put aside what may change next, or copy it now; everything else may change only after a fence.
 
-        Unless ``is_deferring`` nothing is taken for still: whether it is would have to be waited for.
+        Unless ``is_deferring``, no chunk is treated as still, since that would mean waiting for its digest.
         """
         plan = job.plan
-        if not self._is_pinned and plan.devices:  # not before: registering makes a context on the device
+        if not self._is_pinned and plan.devices:  # only now: registering creates a context on the device
             self._is_pinned = True
             self._arena.pin(DeviceRegistrar(plan.devices[0]))
         for device in dict.fromkeys((*plan.devices, *map(devices().of, job.numbers))):
             self._begin_on(device, job, is_deferring=is_deferring)
 
     def put(self, job: CopyJob | None) -> None:
-        """Have a job's copies queued, and hand it on; whatever job it is, so that they stay in order."""
+        """Have a job's copies queued, and hand it on. Jobs without device copies pass through here too, so that all stay in order."""
         if self._thread is None and (job is None or not job.crossings):
             self._then(job)
             return
@@ -67,30 +68,31 @@ class Crossings:
         self._jobs.put(job)
 
     def fence(self, job: CopyJob) -> None:
-        """The current streams wait for the copies, and the host for their being queued; where all is aside, for that alone."""
+        """Make the current streams wait for the copies, and the host until these are queued. Where everything was put aside on the device,
+        the streams wait for that alone."""
         for crossing in job.crossings:
             behind: Mark | None = crossing.begun
             if not crossing.is_apart:
                 crossing.is_queued.wait()
                 behind = crossing.arrived
-            # A graph that is being recorded waits for nothing outside of it: whoever replays it fences before.
+            # A graph that is being recorded waits for nothing outside of it: the caller fences before it replays the graph.
             if behind is not None and not devices().is_recording(crossing.device):
                 devices().wait(devices().current(crossing.device), behind)
 
     def finish(self, job: CopyJob) -> None:
-        """Wait on the host until a job's copies are done, as far as they were queued."""
+        """Make the host wait until those of a job's copies that were queued are done."""
         for crossing in job.crossings:
             if crossing.arrived is not None:
-                crossing.arrived.synchronize()  # where a capture waits for a device
+                crossing.arrived.synchronize()  # a device wait
             if crossing.look is not None and job.error is None:
                 crossing.look.learn()
                 crossing.look.try_out(functools.partial(self._digest_of, job))
 
     def end(self, job: CopyJob) -> None:
-        """Hold nothing for a job any more: no copy reads or writes for it, whatever became of it. Raises nothing."""
+        """Release everything held for a job, whatever its outcome, once no copy reads or writes for it. Raises nothing."""
         try:
             self.finish(job)
-        except BaseException as exc:  # a device that is lost: the handle raises it
+        except BaseException as exc:  # the device may be lost: the handle raises it
             job.error = job.error or exc
         for crossing in job.crossings:
             crossing.held.clear()
@@ -98,7 +100,7 @@ class Crossings:
             snapshot.is_crossing = False
 
     def close(self) -> None:
-        """End the thread, once everything is queued."""
+        """Wait until the thread has queued everything and ended."""
         if self._thread is not None:
             self._thread.join()
 
@@ -122,7 +124,7 @@ class Crossings:
             try:
                 with torch.no_grad():
                     aside = aside_of(small)
-            except torch.OutOfMemoryError:  # what needs no room there: the training waits for the copies
+            except torch.OutOfMemoryError:  # copy to the host at once, which takes no room there; the training waits for it
                 large += [(source.start, source.flat) for source in small]
         if skipped:
             large = [*beside(large, skipped)]
@@ -134,7 +136,7 @@ class Crossings:
                 with devices().on(side):
                     copy(pairs, non_blocking=True)
             except BaseException:
-                devices().mark(side).synchronize()  # what was queued writes to slots that are given back
+                devices().mark(side).synchronize()  # queued copies write to slots that are about to be given back
                 raise
             devices().wait(current, devices().mark(side))
         job.crossings.append(Crossing(device, side, devices().mark(current), aside, held, look))
@@ -143,7 +145,7 @@ class Crossings:
         while (job := self._jobs.get()) is not None:
             self._queue(job)
             self._then(job)
-            del job  # or the last one's tensors would live until the next
+            del job  # otherwise its tensors would live until the next job
         self._then(None)
 
     def _queue(self, job: CopyJob) -> None:
@@ -151,7 +153,7 @@ class Crossings:
             try:
                 if job.error is None:
                     self._cross(crossing, job)
-            except BaseException as exc:  # whatever it is, the handle raises it, and the thread goes on
+            except BaseException as exc:  # the handle raises it, whatever it is, and the thread goes on
                 job.error = exc
             finally:
                 crossing.aside = []
@@ -175,7 +177,7 @@ class Crossings:
             for found in (job.armed.samples, job.numbers):
                 crossing.held += _bring(found, crossing.device)
         if look is not None and are_known is not None and look.skipped:
-            are_known.synchronize()  # where this thread waits for a device, and so does a fence
+            are_known.synchronize()  # here this thread waits for a device, and with it a fence
             self._cross_changed(crossing, look, job)
         crossing.arrived = devices().mark(crossing.side)
 
@@ -188,7 +190,7 @@ class Crossings:
         return devices().mark(crossing.side)
 
     def _cross_changed(self, crossing: Crossing, look: Look, job: CopyJob) -> None:
-        """Hold in memory what is still, and copy what is not after all."""
+        """Hold in memory the chunks that are still, and copy those that have changed after all."""
         assert self._hold is not None
         found, lengths = look.learn(), job.plan.layout.chunk_lengths
         keys = {chunk: (found[chunk], lengths[chunk]) for chunk in look.skipped}
@@ -198,7 +200,7 @@ class Crossings:
         job.digests |= {chunk: found[chunk] for chunk in look.skipped}
         changed = look.skipped.difference(job.here)
         stretches = look.stills.stretches(changed)
-        if crossing.is_apart:  # the training may have changed them since
+        if crossing.is_apart:  # copy from the snapshot: the training may have changed the tensors since
             stretches = [*beside(crossing.aside, frozenset(range(len(lengths))) - changed)]
         pairs = placed(stretches, job.slots, self._arena)
         crossing.held += pairs[1]
@@ -207,21 +209,21 @@ class Crossings:
 
 
 def host_pairs(job: CopyJob, arena: Arena, *, is_deferred: bool) -> Pairs:
-    """The copies from host memory of a state that lies on devices too."""
+    """The copies from host memory for a state that is partly on devices."""
     route = job.plan.routes.get(HOST, NOTHING)
     sources = route.deferred if is_deferred else (*route.small, *route.large)
     return placed(((source.start, source.flat) for source in sources), job.slots, arena)
 
 
 def copy(pairs: Pairs, *, non_blocking: bool = False) -> None:
-    """One call for all pieces: the GIL is let go once, not once a tensor."""
+    """Copy all pieces in one call, which releases the GIL once, not once for each tensor."""
     if pairs[0]:
         with torch.no_grad():
             torch._foreach_copy_(pairs[0], pairs[1], non_blocking)
 
 
 def _reached(crossing: Crossing) -> Mark | None:
-    """A mark behind whatever was queued; None where the device takes none any more."""
+    """A mark behind everything that was queued; None if the device takes no more marks."""
     try:
         return devices().mark(crossing.side)
     except RuntimeError:
@@ -229,7 +231,7 @@ def _reached(crossing: Crossing) -> Mark | None:
 
 
 def _bring(found: list[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
-    """Replace what is there by copies on the host, once they have arrived; what it was."""
+    """Replace the tensors on this device in ``found`` by copies on the host, which will arrive; returns the originals."""
     there = [index for index, each in enumerate(found) if devices().of(each) == device]
     brought = [found[index] for index in there]
     for index in there:

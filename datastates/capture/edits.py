@@ -1,4 +1,4 @@
-"""What torn captures teach: which tensors a training edits by hand, so that they are copied before ``capture`` returns from then on."""
+"""Learns from torn captures which tensors a training edits by hand; from then on these are copied before ``capture`` returns."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class _Tear:
 class Edits:
     """The torn captures of one tracker: the stage thread notes them, the training thread learns from them.
 
-    ``paths`` are the tensors that tore. They are copied before ``capture`` returns from then on; if others tear after that, everything is
-    (``are_anywhere``). So no more than two edits cost a state, whatever a training does by hand.
+    ``paths`` are the tensors that tore. From then on they are copied before ``capture`` returns; if others tear after that, everything is
+    (``are_anywhere``). So at most two edits cost a state, whatever a training does by hand.
     """
 
     def __init__(self) -> None:
@@ -35,18 +35,18 @@ class Edits:
         self._noted: deque[_Tear] = deque()
 
     def note(self, step: int, error: Torn, *, is_taught: bool) -> None:
-        """The capture of ``step`` tore; ``is_taught``: though what had torn before was copied at once."""
+        """Note that the capture of ``step`` tore. ``is_taught``: it tore although what had torn before was copied at once."""
         self._noted.append(_Tear(step, error, is_taught))
 
     def learn(self, branch: str) -> bool:
-        """Whether something is to be copied otherwise than before. Says which steps have no state, and the first time why."""
+        """Whether anything must be copied differently from now on. Logs which steps have no state, and the first time why."""
         if not self._noted:
             return False
         tears = [self._noted.popleft() for _ in range(len(self._noted))]
         torn = {path for tear in tears for path in tear.error.paths}
         steps = f"step{'s' * (len(tears) > 1)} {', '.join(str(tear.step) for tear in tears)}"
         if self.are_anywhere or torn <= self.paths:
-            _logger.warning("branch %s has no state of %s either, for the same reason", branch, steps)  # they had begun before it was known
+            _logger.warning("branch %s has no state of %s either, for the same reason", branch, steps)  # begun before it was known
             return False
         self.paths |= torn
         self.are_anywhere = any(tear.is_taught for tear in tears)
@@ -61,5 +61,5 @@ class Edits:
 
 
 def named(paths: Sequence[str]) -> str:
-    """The first few of them, and how many more."""
+    """A text of the first few paths, and how many more there are."""
     return ", ".join(paths[:3]) + (f" and {len(paths) - 3} more" if len(paths) > 3 else "")

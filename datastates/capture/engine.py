@@ -1,35 +1,36 @@
-"""What the engine decides: which state is written next, and which leave memory. Events in, actions out (``events``).
+"""The engine decides which state is written next, and which states leave memory. It takes events and returns actions (``events``).
 
-No thread, clock, file or database is touched here, so every rule is tested by calling ``handle``; ``runner`` acts.
+It touches no thread, clock, file or database, so every rule is tested by calling ``handle``. ``runner`` carries the actions out.
 
 Rules:
 - A line is one tracker on one branch. Its newest recorded state is its head.
-- What its policy is asked with is ``pacing``'s; it is asked at each capture, when time went by, and when a write ended.
-- A state is *wanted* when it is to become durable: its cadence says so, a tag names it, somebody waits for it, or it is
-  a head when the line closes. Wanted states are written one at a time, in the order in which they were wanted.
-- A policy may keep what it picks near: such a state stays off the user's further tiers, until somebody else wants it.
+- ``pacing`` has the facts with which a line's policy is asked. It is asked at each capture, when time has passed, and when a write ended.
+- A state is *wanted* when it must become durable: its cadence says so, a tag names it, a caller waits for it, or it is a head when
+  the line closes. Wanted states are written one at a time, in the order in which they were wanted.
+- A policy may keep what it picks near: such a state stays off the user's further tiers, until something else wants it.
 - The best so far by a metric that a training is told to keep stays in memory until it is durable, and is written before any other
-  state of its line: wherever a crash puts the branch back to, its best is on disk. What is no longer the best is not written for that.
-- A state that was cloned from a peer is a line of its own whose head it is, until it leaves memory; at closing it is written
-  only when a ref names it.
+  state of its line. So wherever a crash puts the branch back to, its best is on disk. A state that is no longer the best is not
+  written for this reason.
+- A state that was cloned from a peer counts as the head of a line of its own, until it leaves memory. At closing it is written
+  only if a ref names it.
 - A state may leave memory when it is durable, or when it is neither wanted, nor a head, nor named by a ref.
 - A capture that waits for room waits for captures in flight (the heads that they follow may leave then) and for writes under way.
-  When neither is left, memory holds less than two states for each line: then clones are written, whose room is free for
-  good afterwards. Then the head of the line that captures gives way unwritten, as long as its cadence would not write it
-  now, and what the line wrote last is durable. Else what is not durable is written, oldest first.
-- With ``memory_latest`` a state that may leave memory does so once so many newer ones of its line are recorded; and where room is needed,
+  When neither is left, memory holds less than two states for each line. Then clones are written, whose room is free for
+  good afterwards. After that the head of the capturing line gives way unwritten, if its cadence would not write it
+  now and what the line wrote last is durable. Otherwise what is not durable is written, oldest first.
+- With ``memory_latest`` a state that may leave memory does so once that many newer ones of its line are recorded. When room is needed,
   the newest of each line leave after all others that may.
-- Not more than ``most_held`` states stay in memory that may leave it: those that share all their bytes cost something, too.
-- Waiting always ends: when all that is held has failed to be written, the waiting capture is refused. What failed is tried
-  again for room ``RETRY_S`` later.
+- At most ``most_held`` states that may leave memory stay in it: even states that share all their bytes cost something.
+- Waiting always ends: when writing has failed for everything that is held, the waiting capture is refused. A failed state is tried
+  again for the sake of room ``RETRY_S`` later.
 
 A disk that is full, away or stalled is a *trouble* that passes, unless the training wants its errors (``on_failure="raise"``):
-- What failed stays wanted. Nothing is tried until the time that ``next_tick`` says, which is twice as far away after each failure. Then
-  heads come first, what refs name next, what somebody waits for then, and all else in the order in which it was wanted; while nothing goes
-  well they take turns.
-- A capture that finds memory full meanwhile lets unwritten states give way: the oldest first, then those that somebody waits for, then its
-  own head, which it follows, then the best so far, and what tags name at the very last. The heads of other branches stay; where nothing
-  else is left it is refused.
+- A state whose write failed stays wanted. Nothing is tried until the time that ``next_tick`` gives, which is twice as far away after each
+  failure. Then heads come first, next what tags name, then what callers wait for, and then the rest in the order in which they were wanted.
+  While every write fails, they take turns.
+- A capture that finds memory full meanwhile makes unwritten states give way: the oldest first, then those that callers wait for, then its
+  own head, which it follows, then the best so far, and last of all what tags name. The heads of other branches stay. If nothing else is
+  left, the capture is refused.
 """
 
 from __future__ import annotations
@@ -71,20 +72,20 @@ from .pacing import Pacing
 __all__ = ["Engine"]
 
 MOST_HELD = 1000
-"""Of a model that does not change any number of states would fit."""
+"""The most states in memory: of a model that does not change, any number would fit."""
 
 RETRY_S = 5.0
-"""How long a state that could not be written is not tried again only because room is needed."""
+"""For how long, in seconds, a state that could not be written is not tried again only because room is needed."""
 
 FIRST_RETRY_S = 0.5
-"""How long nothing is tried after a failure that may pass; twice as long after each further one, ``LAST_RETRY_S`` at most."""
+"""For how long nothing is tried after a failure that may pass; doubled after each further failure, up to ``LAST_RETRY_S``."""
 
 LAST_RETRY_S = 15.0
 
 
 @dataclass(slots=True)
 class _Line:
-    """``is_safe``: the last write of one of its states went well."""
+    """One line. ``is_safe``: the last write of one of its states succeeded."""
 
     pacing: Pacing
     branch: str
@@ -99,7 +100,7 @@ def _bests_of(line: _Line) -> list[str]:
 
 @dataclass(slots=True)
 class _Entry:
-    """``is_near``: nobody but a policy wants it, and that one keeps it near."""
+    """A state in memory. ``is_near``: only a policy wants it, and that policy keeps it near."""
 
     line: str
     is_durable: bool = False
@@ -123,20 +124,20 @@ class Engine:
     _adopted: set[str] = field(default_factory=set)
     _awaited: set[str] = field(default_factory=set)
     _ended: set[str] = field(default_factory=set)
-    """Heads of lines that are closed, as long as they are not durable."""
+    """Heads of closed lines, until they are durable."""
     _retry_at: float | None = None
     _retry_s: float = 0.0
     _tries: dict[str, int] = field(default_factory=dict)
-    """How often writing each has failed in passing since a write went well."""
+    """How often writing each state has failed, in a way that may pass, since a write last succeeded."""
     _is_resting: bool = False
     _is_stalled: bool = False
     _is_behind: bool = False
-    """Whether what is wanted waited for a disk: what matters most is written first."""
+    """Whether wanted states had to wait for a disk: then those that matter most are written first."""
     _near: dict[str, None] = field(default_factory=dict)
     _onward: list[str] = field(default_factory=list)
 
     def handle(self, event: Event) -> list[Action]:
-        """Take one event in; what is to be done now comes out."""
+        """The actions to carry out now, after this event."""
         actions = self._handle(event)
         if self._onward:
             actions.append(PassOn(tuple(self._onward)))
@@ -199,7 +200,7 @@ class Engine:
         return self._next_write()
 
     def forget(self, uid: str) -> None:
-        """The state left memory."""
+        """Forget a state that has left memory."""
         self._entries.pop(uid, None)
         self._adopted.discard(uid)
         self._awaited.discard(uid)
@@ -208,7 +209,7 @@ class Engine:
         self._failed.pop(uid, None)
 
     def hold_of(self, uid: str, *, is_captured: bool) -> str | None:
-        """Why a state must stay in memory for now; None when it need not. ``is_captured``: a capture of this process made it."""
+        """Why a state must stay in memory for now; None if it need not. ``is_captured``: a capture of this process made it."""
         if is_captured and uid not in self._entries:
             return "it is being recorded: try again in a moment"
         if uid == self._writing or uid in self._queue or uid in self._asked:
@@ -237,11 +238,11 @@ class Engine:
 
     @property
     def is_in_trouble(self) -> bool:
-        """Whether nothing can be written, as it stands."""
+        """Whether nothing can be written at the moment."""
         return self._retry_at is not None or self._is_stalled
 
     def next_tick(self) -> float | None:
-        """The time at which a ``Tick`` would do something; None: never, as things stand."""
+        """The time at which a ``Tick`` would do something; None: never, unless another event comes."""
         due = [
             at
             for line in self._lines.values()
@@ -254,10 +255,10 @@ class Engine:
     def _on_recorded(self, event: Recorded) -> None:
         uid = event.uid
         if uid in self._entries:
-            return  # it was told twice
+            return  # this event came before
         line = self._lines.get(event.line)
         self._entries[uid] = _Entry(event.line)
-        if line is None:  # it waited for parts of other ranks until its tracker had ended
+        if line is None:  # its tracker ended while the state waited for parts of other ranks
             self._ended.add(uid)
             self._want(uid)
             return
@@ -266,7 +267,7 @@ class Engine:
             if rule.is_better(event.taken.metrics.get(rule.key, math.nan), None if best is None else best[0]):
                 line.bests[rule] = event.taken.metrics[rule.key], uid
         if line.branch in self._branches:
-            self._branches[line.branch] = uid  # what it named before is free to go now, not when somebody looks at the refs
+            self._branches[line.branch] = uid  # its former head is free now, before the refs are next read
         if line.pacing.is_due_at_capture(event.taken, event.now, is_writing=self._is_writing):
             self._want(uid, is_near=line.pacing.keeps_near)
         if uid in self._asked:
@@ -294,7 +295,7 @@ class Engine:
             entry.is_durable = True
             self._awaited.discard(uid)
             self._ended.discard(uid)
-            self._failed.clear()  # there is room again, or whatever it was
+            self._failed.clear()  # there is room again, or whatever the trouble was has passed
         else:
             self._failed[uid] = failed_at
         line = self._lines.get(entry.line)
@@ -306,11 +307,11 @@ class Engine:
         if entry is None:
             return
         entry.is_durable = False
-        if uid in self._tagged:  # somebody named it meanwhile
+        if uid in self._tagged:  # a user named it meanwhile
             self._want(uid)
 
     def _rest(self, uid: str, now: float) -> None:
-        """What failed is wanted as before, and nothing is tried for a while."""
+        """Keep a state wanted whose write failed, and try nothing for a while."""
         if uid in self._entries:
             self._queue = {uid: None, **self._queue}
             self._tries[uid] = self._tries.get(uid, 0) + 1
@@ -321,7 +322,7 @@ class Engine:
         return {*(line.head for line in self._lines.values()), *self._adopted}
 
     def _learn(self, uid: str, began: float, ended: float, further_s: float | None) -> list[Action]:
-        """What a write cost the trainings that went on meanwhile; states that are due now that it has ended are wanted."""
+        """Tell the lines what a write cost the trainings meanwhile, and want the states that are due now that it has ended."""
         entry = self._entries.get(uid)
         own = None if entry is None else entry.line
         paced: list[Action] = []
@@ -338,7 +339,7 @@ class Engine:
         return self._writing is not None or bool(self._queue)
 
     def _want_if_due(self, line: _Line, now: float) -> None:
-        """Time went by, or a write ended."""
+        """Want the head of a line if it is due, after time has passed or a write ended."""
         head = line.head
         if head is not None and self._is_in_memory_only(head) and line.pacing.is_due_now(now, is_writing=self._is_writing):
             self._want(head, is_near=line.pacing.keeps_near)
@@ -354,7 +355,7 @@ class Engine:
         entry = self._entries.get(uid)
         line = None if entry is None else self._lines.get(entry.line)
         if line is not None and self._is_in_memory_only(uid) and uid != self._writing:
-            for best in _bests_of(line):  # after a crash the branch may go back to this state: its best is on disk then
+            for best in _bests_of(line):  # a crash may put the branch back to this state: its best must be on disk by then
                 self._want_alone(best, is_near=is_near)
         self._want_alone(uid, is_near=is_near)
 
@@ -392,12 +393,12 @@ class Engine:
         return [Write(uid, entry is not None and entry.is_near)]
 
     def _most_urgent(self) -> str:
-        """Of those that were tried least: one state that cannot be written must not keep the others from it."""
+        """The most urgent of the states that were tried least: one state that cannot be written must not block the others."""
         urgency = self._urgency()
         return min(self._queue, key=lambda uid: (self._tries.get(uid, 0), urgency(uid)))
 
     def _urgency(self) -> Callable[[str], int]:
-        """How urgent it is to write a state, the lowest first."""
+        """A sort key for the urgency of writing a state; the lowest is the most urgent."""
         heads = {*self._heads(), *self._ended, *self._branches.values(), *self._bests()}
         kinds = (heads, self._tagged, self._awaited)
         return lambda uid: next((rank for rank, kind in enumerate(kinds) if uid in kind), len(kinds))
@@ -418,12 +419,12 @@ class Engine:
         return [Evict(tuple(surplus), None)] if surplus else []
 
     def _free(self, held: set[str | None]) -> list[str]:
-        """What may leave memory, in the order in which it is to: the oldest first, and after all else what lines are to keep."""
+        """The states that may leave memory, in the order in which they should: oldest first, and last of all those that lines keep."""
         free = [uid for uid, entry in self._entries.items() if self._may_leave(uid, entry, held)]
         return sorted(free, key=self._newest().__contains__)
 
     def _newest(self) -> set[str]:
-        """The newest states of each line, as many as it is to keep."""
+        """The newest states of each line, as many as it should keep."""
         if self.memory_latest is None:
             return set()
         of: dict[str, list[str]] = {}
@@ -444,7 +445,7 @@ class Engine:
                 actions += [GiveUp(droppable[:1]), Evict(droppable[:1], event.slots)]
         if actions or event.in_flight:
             return actions
-        is_to_be_tried = not (self._is_writing or self._is_resting)  # nothing else would try again
+        is_to_be_tried = not (self._is_writing or self._is_resting)  # nothing else will try again
         if self.is_in_trouble and not is_to_be_tried and event.back_pressure is not BackPressure.SKIP:
             is_being_tried = self._writing is not None and not self._is_stalled
             return [] if is_being_tried else self._give_way(event)
@@ -458,7 +459,7 @@ class Engine:
         return uid not in self._queue and uid not in held
 
     def _is_writing_since(self, since: float) -> bool:
-        """Whether something may still reach the disk, as far as a caller that has waited since then can know."""
+        """Whether a write is wanted or under way that has not failed as far as a caller that has waited since then is concerned."""
         return any(uid is not None and not self._has_failed(uid, since) for uid in (self._writing, *self._queue))
 
     def _has_failed(self, uid: str, since: float) -> bool:
@@ -466,7 +467,7 @@ class Engine:
         return failed_at is not None and failed_at >= since - RETRY_S
 
     def _squeeze(self, event: RoomNeeded) -> list[Action]:
-        """Make room when nothing can leave by itself: write a clone, or else let a head go, or write it."""
+        """Make room when no state may leave: write a clone, or else drop a head, or write what is not durable."""
         clone = next((uid for uid in self._adopted if self._is_in_memory_only(uid) and not self._has_failed(uid, event.since)), None)
         if clone is not None:
             self._want(clone)
@@ -485,7 +486,7 @@ class Engine:
         return [Refuse(tuple(kept))] if kept else []
 
     def _give_way(self, event: RoomNeeded) -> list[Action]:
-        """What leaves memory unwritten, when nothing can be written; only for those who are patient."""
+        """Drop states unwritten when nothing can be written, if the capture is patient; else refuse it."""
         line = None if event.line is None else self._lines.get(event.line)
         heads, bests = {*self._heads(), *self._ended, *self._branches.values()}, set(self._bests())
         kept = [uid for uid, entry in self._entries.items() if not entry.is_durable and uid != self._writing]
@@ -500,11 +501,11 @@ class Engine:
         return [Refuse(tuple(kept))] if kept else []
 
     def _is_named_beside(self, head: str, line: _Line) -> bool:
-        """Whether a tag, or a branch other than its own, names the head of a line."""
+        """Whether a tag, or a branch other than the line's own, names the head of a line."""
         return head in self._tagged or any(uid == head and branch != line.branch for branch, uid in self._branches.items())
 
     def _may_give_way(self, line: _Line, head: str, now: float) -> bool:
-        """Whether the capture that replaces a head may have its room: as little is lost by it as by a crash."""
+        """Whether the capture that replaces a head may take its room, because no more is lost than a crash would cost."""
         if not self._is_in_memory_only(head) or not line.is_safe or head in self._queue or head == self._writing:
             return False
         if head in _bests_of(line) or self._is_named_beside(head, line):

@@ -1,4 +1,4 @@
-"""What the engine is told and what it answers: events and actions, as plain values."""
+"""The events that the engine takes and the actions that it returns, as plain values."""
 
 from __future__ import annotations
 
@@ -61,9 +61,9 @@ class Recorded:
 
 @dataclass(frozen=True, slots=True)
 class BestKnown:
-    """The best states, by each of these rules, of where a line stands now: value and uid; None where there is none.
+    """The best state by each of these rules up to where a line stands now: its value and uid; None if there is none.
 
-    The best so far by a rule stays in memory until it is durable, and becomes so before any other state of its line does.
+    The best so far by a rule stays in memory until it is durable, and becomes durable before any other state of its line does.
     """
 
     line: str
@@ -72,14 +72,14 @@ class BestKnown:
 
 @dataclass(frozen=True, slots=True)
 class Adopted:
-    """A state that no line captured is in memory and in the lineage: a clone."""
+    """A state that no line captured, such as a clone, is in memory and in the lineage."""
 
     uid: str
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """Somebody asked for a state to become durable; ``is_near``: and to stay off further tiers."""
+    """A state must become durable because it was asked for; ``is_near``: and stay off further tiers."""
 
     uid: str
     is_near: bool = False
@@ -95,8 +95,8 @@ class RefsChanged:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """A state is durable; ``began`` and ``ended`` are when it was written, if that is to be learnt from, ``further_s`` how long it took
-    lately to put one onto the further tiers.
+    """A state is durable. ``began`` and ``ended`` are the times of its write, if policies should learn from it. ``further_s`` is how long
+    it lately took to put a state onto the further tiers.
     """
 
     uid: str
@@ -107,14 +107,14 @@ class Written:
 
 @dataclass(frozen=True, slots=True)
 class Withdrawn:
-    """A state is not on disk any more: a policy of retention did not keep it there."""
+    """A state is no longer on disk: a retention policy did not keep it."""
 
     uid: str
 
 
 @dataclass(frozen=True, slots=True)
 class WriteFailed:
-    """Writing a state failed; it is wanted no longer, unless that ``is_passing``."""
+    """Writing a state failed. It is no longer wanted, unless the failure ``is_passing``."""
 
     uid: str
     now: float
@@ -123,19 +123,19 @@ class WriteFailed:
 
 @dataclass(frozen=True, slots=True)
 class Stalled:
-    """The write that is under way makes no progress, or does so again."""
+    """The write under way makes no progress, or makes progress again."""
 
     is_stalled: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Retry:
-    """Somebody waits: what failed is tried now."""
+    """A caller waits: failed writes are tried again now."""
 
 
 @dataclass(frozen=True, slots=True)
 class RoomNeeded:
-    """``slots`` slots are to be free. ``is_blocked``: somebody has waited for them ``since`` then; a capture of ``line``, if it names one.
+    """``slots`` slots are needed. ``is_blocked``: a caller has waited for them ``since`` then, for a capture of ``line`` if that is given.
 
     ``in_flight`` captures are not recorded yet. ``is_patient``: the training goes on when nothing can be written.
     """
@@ -152,14 +152,14 @@ class RoomNeeded:
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Time went by."""
+    """Time has passed."""
 
     now: float
 
 
 @dataclass(frozen=True, slots=True)
 class Closing:
-    """A line ends: its head is wanted. None: all of them, and whatever a branch names."""
+    """A line ends: its head is wanted. None: all lines end, and whatever a branch names is wanted."""
 
     line: str | None
 
@@ -184,7 +184,7 @@ Event = (
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """Write this state to the local tier; ``is_near``: it stays off further ones, as things stand."""
+    """Write this state to the local tier; ``is_near``: for now it stays off further tiers."""
 
     uid: str
     is_near: bool = False
@@ -200,14 +200,14 @@ class Evict:
 
 @dataclass(frozen=True, slots=True)
 class GiveUp:
-    """These wanted states will not become durable: they may be dropped for room."""
+    """These wanted states will not become durable, and may be dropped for room."""
 
     uids: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class GiveWay:
-    """Drop these states unwritten, in this order, until ``until`` slots are free: they cannot be written, and the training goes on."""
+    """Drop these states unwritten, in this order, until ``until`` slots are free: they cannot be written, and the training must go on."""
 
     uids: tuple[str, ...]
     until: int
@@ -215,14 +215,14 @@ class GiveWay:
 
 @dataclass(frozen=True, slots=True)
 class Refuse:
-    """There is no room to wait for: these states are to be kept, and none of them could be written."""
+    """Refuse the capture that waits for room: these states must be kept, and none of them could be written."""
 
     uids: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Paced:
-    """What captures and writes of a line cost by now, and what its policy chose; ``has_changed``: it chose anew."""
+    """The costs so far of a line's captures and writes, and what its policy chose; ``has_changed``: the choice is new."""
 
     line: str
     costs: Costs
@@ -232,7 +232,7 @@ class Paced:
 
 @dataclass(frozen=True, slots=True)
 class PassOn:
-    """Put these durable states, which were kept near, onto the further tiers after all."""
+    """Put these durable states, which were kept near until now, onto the further tiers after all."""
 
     uids: tuple[str, ...]
 

@@ -1,7 +1,7 @@
-"""The fence: nothing that a deferred copy still reads may be changed before the copy is done.
+"""The fence: memory that a deferred copy still reads does not change before the copy is done.
 
 Weights and optimizer state do not change between two ``optimizer.step()`` calls, so their copy overlaps the next forward
-and backward; hooks make whatever changes them next wait (CheckFreq's observation, with the wait put on the update).
+and backward. Hooks make the next change to them wait (CheckFreq's observation, with the wait put on the update).
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ _fences: weakref.WeakSet[Fence] = weakref.WeakSet()
 
 
 class Pending:
-    """The copies that a fence waits for: those of captures that may still read, oldest first. It keeps no tracker alive."""
+    """The copies that a fence waits for: those of captures that may still be reading, oldest first. It keeps no tracker alive."""
 
     def __init__(self, fence: Callable[[CopyJob], None]) -> None:
         self._jobs: list[CopyJob] = []
         self._fence, self._pid = fence, os.getpid()
 
     def add(self, job: CopyJob) -> None:
-        """One more: there may be several since the last change."""
+        """Add a copy; there may be several since the last change."""
         self._jobs = [*self._left(), job]
 
     def wait(self) -> None:
-        """Wait until nothing is read any more. In a forked child nothing copies, and what is changed is its own."""
+        """Wait until no copy reads any more. Returns at once in a forked child, where nothing copies and changes are to its own memory."""
         if self._jobs and self._pid == os.getpid():
             for job in self._jobs:
                 self._fence(job)
@@ -62,8 +62,8 @@ class Fence:
     """Hooks on optimizers and modules that call ``wait`` before a change.
 
     ``wait`` runs on the thread that makes the change (for optimizer-in-backward that is autograd's). It must be cheap
-    when no copy is pending. On CUDA it makes the current stream wait, not the host. A fence that ``is_over`` is taken off by the next one
-    that is installed: a tracker that is not closed may be dropped on any thread, at any moment.
+    when no copy is pending. On CUDA it makes the current stream wait, not the host. The next fence that is installed removes the hooks
+    of one that ``is_over``, because a tracker that is not closed may be dropped on any thread, at any moment.
     """
 
     def __init__(self, wait: Callable[[], None]) -> None:
@@ -73,19 +73,19 @@ class Fence:
         self._stepped: set[int] = set()
 
     def has_stepped(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether an optimizer, or one that it is made of, took a step since this was last asked."""
+        """Whether an optimizer, or one inside it, has taken a step since the last call."""
         ids = {id(each) for each in with_inner(optimizer)}
         has_stepped = not ids.isdisjoint(self._stepped)
         self._stepped -= ids
         return has_stepped
 
     def install(self, optimizers: Iterable[torch.optim.Optimizer], modules: Iterable[torch.nn.Module]) -> None:
-        """Hook what is not hooked yet, and what it is made of; call again when the layout of what is tracked changed."""
+        """Hook these, and the optimizers and modules inside them, unless they are hooked already. Call it again when the layout changed."""
         for fence in [each for each in list(_fences) if each.is_over]:
             fence.remove()
             _fences.discard(fence)
         for optimizer in (each for tracked in optimizers for each in with_inner(tracked)):
-            # Optimizers in backward call `step` of their own from post-accumulate-grad hooks: this covers them too.
+            # Optimizers in backward call their own `step` from post-accumulate-grad hooks: this covers them too.
             self._hook(optimizer, self._hooks_of_optimizer)
         for module in (part for tracked in modules for part in tracked.modules()):
             self._hook(module, self._hooks_of_module)
@@ -96,11 +96,11 @@ class Fence:
             self._handles[id(found)] = weakref.ref(found), make(found)
 
     def _hooks_of_optimizer(self, optimizer: torch.optim.Optimizer) -> list[_Handle]:
-        # Whoever averages weights in place to evaluate them calls it `eval` and `train`, as schedule-free optimizers do.
+        # Optimizers that average weights in place for evaluation, such as schedule-free ones, do so in `eval` and `train`.
         own = [name for name in ("eval", "train") if callable(getattr(optimizer, name, None)) and not passes_on(optimizer)]
         if not has_hooks(optimizer):
             return [self._waiting(optimizer, name) for name in ("step", "load_state_dict", *own)]
-        # Compiled steps run it as it is, each time: traced, it is a reason to compile again, and a warning.
+        # Compiled steps call the hook untraced each time: tracing it would cause recompilation and a warning.
         on_step = torch.compiler.disable(self._on_step, reason=_UNTRACED)
         hooks = [optimizer.register_step_pre_hook(on_step), optimizer.register_load_state_dict_pre_hook(self._on_load)]
         return [*hooks, *(self._waiting(optimizer, name) for name in own)]
@@ -111,7 +111,7 @@ class Fence:
         return [module.register_load_state_dict_pre_hook(self._on_module_load)]
 
     def _waiting(self, owner: object, name: str) -> _Handle:
-        """Put a method of the same name before an object's own, as torch's schedulers do."""
+        """Put a method that waits first in front of an object's own of that name, as torch's schedulers do."""
         method = getattr(owner, name)
         function = getattr(method, "__func__", None)
 
@@ -121,26 +121,26 @@ class Fence:
             self._wait()
             return method(*args, **kwargs) if function is None else function(self_, *args, **kwargs)
 
-        wait_first.waits = self._on_call  # type: ignore[attr-defined]  # for whoever is about to write by another way
+        wait_first.waits = self._on_call  # type: ignore[attr-defined]  # for code that is about to write in another way
         members = vars(owner)
         before = members.get(name)
         members[name] = bound = types.MethodType(wait_first, owner)
         return _Method(members, name, bound, before)
 
     def remove(self) -> None:
-        """Take every hook off again; idempotent."""
+        """Remove every hook; idempotent."""
         for _, handles in self._handles.values():
             for handle in handles:
                 handle.remove()
         self._handles.clear()
-        self._wait = _nothing  # somebody may have put a method of theirs before ours, which stays then
+        self._wait = _nothing  # if foreign code wrapped our method in one of its own, ours stays
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Fence:
-        # deepcopy(model), as EMA helpers do, copies the model's hooks: the copy waits on the same fence.
+        # deepcopy(model), which EMA helpers call, copies the model's hooks: the copy waits on the same fence.
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # torch.save(model) pickles hooks: what is loaded has a fence that never waits.
+        # torch.save(model) pickles hooks: a loaded model has a fence that never waits.
         return Fence, (_nothing,)
 
     def _on_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
@@ -152,7 +152,7 @@ class Fence:
         return None
 
     def _after(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """The closure of a step, in which forward and backward are: the copy overlaps them here too."""
+        """A closure that waits after the step's own, which runs forward and backward: the copy overlaps them here too."""
 
         is_first = True
 
@@ -176,7 +176,7 @@ class Fence:
     def _on_call(self) -> None:
         self._wait()
 
-    # A restore asks: such a hook changes nothing of what is loaded.
+    # A restore checks this: such a hook does not change what is loaded.
     _on_load.only_waits = _on_module_load.only_waits = True  # type: ignore[attr-defined]
 
 
@@ -190,7 +190,7 @@ class _Method:
     before: object
 
     def remove(self) -> None:
-        """Take it off again, unless somebody has put another one before it."""
+        """Remove it, unless another method was put in front of it."""
         if self.members.get(self.name) is not self.bound:
             return
         if self.before is None:
@@ -200,7 +200,7 @@ class _Method:
 
 
 def _asks_first(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a step changes nothing before it has called its closure: so it is with all of torch's own."""
+    """Whether a step changes nothing before it has called its closure, as is so for all of torch's own."""
     return type(optimizer).__module__.startswith("torch.optim.")
 
 

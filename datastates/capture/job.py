@@ -1,4 +1,4 @@
-"""One state on its way into the slots of an arena: what the threads that copy it hand on to each other."""
+"""One state on its way into the slots of an arena, as the copying threads hand it on to each other."""
 
 from __future__ import annotations
 
@@ -24,11 +24,12 @@ __all__ = ["CopyJob", "Crossing"]
 
 @dataclass(slots=True)
 class Crossing:
-    """What a job has on one device. ``begun`` is behind everything that the copies are to see; ``aside`` has its places in the stream.
+    """A job's copies from one device. The mark ``begun`` is behind everything that the copies must see. ``aside`` has what was put aside,
+    with its places in the state's stream of bytes.
 
-    ``held`` is what copies read, until they are done. ``arrived`` is the mark behind the last of them, once ``is_queued``. ``look`` is
-    what is known of its still chunks, if there may be any; its ``lanes`` have arrived with the rest, if nobody waited for them before.
-    ``is_apart``: all of it is aside, and nothing that the training changes is read.
+    ``held`` has the tensors that copies read, until they are done. ``arrived`` is the mark behind the last copy, once ``is_queued``.
+    ``look`` is what is known of still chunks, if there may be any; its ``lanes`` arrive with the rest, unless something waits for them
+    sooner. ``is_apart``: everything is put aside, and the copies read nothing that the training changes.
     """
 
     device: torch.device
@@ -46,11 +47,12 @@ class Crossing:
 class CopyJob:
     """One state on its way into ``slots``. ``is_copied`` is set once nothing reads the sources any more.
 
-    ``error`` is written before ``is_copied`` is set. ``on_done`` runs on the stage thread after it. ``versions`` are the tripwire's
-    as of the first fence, or of the end of the copy where that is earlier. ``began`` is when the stage thread took it. ``is_host_read`` is
-    set once no host memory is read any more. ``numbers`` lie on devices, and belong to the job; once it is copied they are on the host.
-    ``digests`` are those of still chunks, from their device; ``here`` those of them that memory has, and that were not copied:
-    it has them as long as they are ``held``. ``snapshots`` are the copies of the state ``uid`` that stay on devices, until memory has it.
+    ``error`` is written before ``is_copied`` is set. ``on_done`` runs on the stage thread after that. ``versions`` are the tripwire's,
+    as of the first fence or of the end of the copy, whichever is earlier. ``began`` is when the stage thread took the job.
+    ``is_host_read`` is set once no host memory is read any more. ``numbers`` belong to the job; they lie on devices until it is copied,
+    then on the host. ``digests`` has the digests of still chunks, from their device. ``here`` has those of them that were not copied
+    because memory has them, which it does as long as they are ``held``. ``snapshots`` are the copies of the state ``uid`` that stay on
+    devices, until memory has the state.
     """
 
     plan: CopyPlan

@@ -1,4 +1,4 @@
-"""A line, which is one tracker on one branch, and what of its captures is known before they are digested."""
+"""A line, which is one tracker on one branch, and what is known of its captures before they are digested."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = ["Line", "Part", "Staged"]
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What one rank of several captures of each state: which one it is, of how many. ``job`` is the uid that all of them share."""
+    """The part of each state that one of several ranks captures: which rank, of how many. ``job`` is the uid that all ranks share."""
 
     rank: int
     size: int
@@ -37,18 +37,18 @@ class Part:
 
 @dataclass(slots=True)
 class Line:
-    """One tracker on one branch. ``tip`` is where the next capture hangs on; ``base`` the last manifest on disk.
+    """One tracker on one branch. ``tip`` is the parent of the next capture; ``base`` is the last manifest on disk.
 
-    ``has_placed`` says whether ``base`` is a capture of this line: another state, wherever it came from, may hold other bytes under the
-    same digests. ``kin`` is the line that this one set out from, if it did so from a state that was in memory only: what one of them
-    writes first the other's first write refers to. ``run`` is the training in the lineage. ``is_patient``: it goes on when its states
-    cannot be written for now. ``uids`` say what its captures are called. ``costs`` are those of its captures and writes as far as they
-    were measured, ``choice`` what its policy made of them. ``listeners`` are told of each state once it is recorded, on any thread; they
-    return at once and raise nothing. Owned by the engine thread while captures are in flight.
+    ``has_placed`` says whether ``base`` is a capture of this line; any other state may hold other bytes under the same digests. ``kin`` is
+    the line from which this one started, if it started from a state that was in memory only: whichever writes first, the other's first
+    write refers to it. ``run`` is the training in the lineage. ``is_patient``: the training goes on when its states cannot be written for
+    now. ``uids`` gives its captures their uids. ``costs`` are the costs of its captures and writes as far as they were measured, and
+    ``choice`` is what its policy chose by them. ``listeners`` are told of each state once it is recorded, on any thread; they return at
+    once and raise nothing. The engine thread owns the line while captures are in flight.
 
-    ``part`` says that it captures one rank's part of each state, ``reduce`` how the metrics of all ranks go together. Its ``tip`` is then
-    the newest state that is whole, and ``named`` what it captured, or skipped, last: what the next part names as its parent. ``arrived``
-    are the ranks whose parts came with a state that no line captured.
+    With ``part`` it captures one rank's part of each state, and ``reduce`` says how the metrics of all ranks are combined. Its ``tip`` is
+    then the newest whole state, and ``named`` is the state that it captured, or skipped, last, which the next part names as its parent.
+    ``arrived`` are the ranks whose parts came with a state that no line captured.
     """
 
     name: str
@@ -75,46 +75,46 @@ class Line:
 
     @property
     def size(self) -> int:
-        """How many parts its states have."""
+        """The number of parts that each of its states has."""
         return 1 if self.part is None else self.part.size
 
     @property
     def ranks(self) -> Sequence[int]:
-        """Whose parts of its states this process has."""
+        """The ranks whose parts of its states this process has."""
         return self.arrived if self.part is None else (self.part.rank,)
 
     def follow(self, uid: str) -> str | None:
-        """The uid that a part names as its parent, and that the next one names this; None where a state is no part: it hangs on the tip."""
+        """The uid that this part names as its parent; the next part will name ``uid``. None for whole states, whose parent is the tip."""
         if self.part is None:
             return None
         before, self.named = self.named, uid
         return before
 
     def stand(self, tip: tuple[str, str] | None) -> None:
-        """The next capture hangs on this state. Nothing is in flight."""
+        """Make this state the parent of the next capture. No capture may be in flight."""
         self.tip, self.named = tip, tip and tip[0]
 
     def related(self) -> Manifest | None:
-        """A manifest on disk that shares as much as is known."""
+        """The manifest on disk that shares the most with the next state, as far as is known."""
         line: Line | None = self
         while line is not None and line.base is None:
             line = line.kin
         return None if line is None else line.base
 
     def placed(self, manifest: Manifest) -> None:
-        """A state of this line is on disk now."""
+        """Note that a state of this line is on disk now."""
         self.base, kin, self.kin = manifest, self.kin, None
-        self.has_placed = bool(self.branch)  # clones have none
+        self.has_placed = bool(self.branch)  # the line of a clone has no branch
         while kin is not None and kin.base is None:
             kin.base, kin = manifest, kin.kin
 
 
 @dataclass(slots=True)
 class Staged:
-    """A capture on its way: what is known of it before its bytes are digested, and ``work``, what the engine's steps made of it.
+    """A capture on its way: what is known of it before its bytes are digested, and ``work``, the result of the engine's steps.
 
-    What memory has under its uid is this capture's once there is ``work``. ``taken_at`` is when it was begun, ``held_s`` how long the one
-    before it held the training.
+    Once there is ``work``, what memory has under its uid belongs to this capture. ``taken_at`` is when it began, and ``held_s`` is for how
+    long the capture before it held the training up.
     """
 
     line: Line
@@ -129,17 +129,17 @@ class Staged:
     held_s: float | None = None
 
     def settle(self) -> None:
-        """Its bytes are there, and with them what was still on its way when it was taken."""
+        """Fill in, now that the bytes are there, the numbers that were still on a device when the capture was taken."""
         if self.arriving is not None and self.job is not None and self.job.error is None:
             found = [tensor.item() for tensor in self.job.numbers]
             self.facts = replace(self.facts, metrics=self.arriving.metrics_with(self.facts.metrics, found))
             self.values = self.arriving.values_with(self.values, found)
 
     def taken(self) -> Taken:
-        """What its training's policy is asked with."""
+        """The facts of this capture with which its training's policy is asked."""
         return Taken(self.taken_at, self.held_s, self.facts.step, self.facts.metrics)
 
     @property
     def held_bytes(self) -> int:
-        """Memory that it takes until it is recorded."""
+        """The memory that it takes until it is recorded."""
         return self.layout.slot_bytes + memoryview(self.values).nbytes

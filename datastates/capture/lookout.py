@@ -1,4 +1,4 @@
-"""What the engine looks after about once a second: signs of life, stalled writes, memory, the lineage, and refs that others made."""
+"""The engine's checks about once a second: signs of life, stalled writes, memory, the lineage, and refs that other processes made."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ __all__ = ["EVERY_S", "Lookout"]
 _logger = logging.getLogger(__name__)
 
 EVERY_S = 1.0
-"""How often it is looked: so long may a ref that another process made be unknown here."""
+"""The time between two checks, in seconds: for so long a ref that another process made may be unknown here."""
 
 
 class Lookout:
-    """Runs on the engine thread. ``asking`` are the looks that may fail, as they ask the lineage; ``seeing`` never do."""
+    """Runs the checks on the engine thread. Those in ``asking`` may fail, as they ask the lineage; those in ``seeing`` never do."""
 
     def __init__(self, seeing: Sequence[Callable[[], None]], asking: Sequence[Callable[[], None]]) -> None:
         self._seeing, self._asking = seeing, asking
@@ -23,7 +23,7 @@ class Lookout:
         self._failed: str | None = None
 
     def look(self) -> bool:
-        """Look if it is time to; whether it was."""
+        """Run the checks if it is time; returns whether it was."""
         if time.monotonic() - self._looked_at < EVERY_S:
             return False
         for see in self._seeing:
@@ -31,7 +31,7 @@ class Lookout:
         try:
             for ask in self._asking:
                 ask()
-        except Exception as error:  # whatever the database says, the captures go on; it is said once
+        except Exception as error:  # captures go on whatever the database raises; it is logged once
             if self._failed != repr(error):
                 _logger.exception("looking for refs that others made failed; it is tried again")
             self._failed = repr(error)

@@ -1,7 +1,7 @@
-"""The states that refs name, as the engine is told of them: read when the reflog has grown, whoever moved a ref.
+"""Reads, for the engine, which states refs name: again whenever the reflog has grown, no matter which process moved a ref.
 
-Of a job the first rank looks whenever it is asked to, and has the others write what somebody names. They look by themselves as well, all of
-them together at most ``PER_S`` times a second: however many ranks there are, the database is asked little.
+In a job the first rank reads whenever it is asked to, and has the others write what a ref names. The others read as well, all of them
+together at most ``PER_S`` times a second, so that they ask the database little however many ranks there are.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from .events import RefsChanged
 __all__ = ["Named"]
 
 PER_S = 100.0
-"""So often a second do all ranks but the first look, together."""
+"""The number of reads per second of all ranks but the first, together."""
 
 MOST_S = 60.0
-"""From one look of a rank to its next at most."""
+"""The longest time from one read of a rank to its next, in seconds."""
 
 
 class Named:
@@ -34,11 +34,11 @@ class Named:
         self._every_s = self._looks_at = 0.0
 
     def join(self, rank: int, size: int) -> None:
-        """This process is a rank of a job."""
+        """Note that this process is a rank of a job."""
         self._every_s = min(size / PER_S, MOST_S) if rank else 0.0
 
     def look(self, *, is_forced: bool = False) -> RefsChanged | None:
-        """What refs name now; None when nothing changed, while the database is away, or until it is time. ``is_forced`` reads them in any
+        """What refs name now; None if nothing changed, if the database is away, or if it is not yet time. ``is_forced`` reads them in any
         case."""
         if time.monotonic() < self._looks_at and not is_forced:
             return None

@@ -1,4 +1,4 @@
-"""What policies of lines chose, told to whoever asks: the training, the log, the lineage."""
+"""Reports what the policies of lines chose: to the training, the log and the lineage."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ class Paces:
         self._unnoted: dict[str, Line] = {}
 
     def begin(self, line: Line) -> None:
-        """A training begins."""
+        """Register a training that begins."""
         self._lines[line.name] = line
 
     def end(self, line: Line) -> None:
-        """A training ends: whoever finishes its run notes the last of it."""
+        """Remove a training that ends; the code that finishes its run notes its last costs."""
         self._lines.pop(line.name, None)
 
     def take(self, paced: Paced) -> None:
-        """What a line's writes cost is known anew, or its policy chose."""
+        """Take the new costs of a line's writes, or its policy's new choice."""
         line = self._lines.get(paced.line)
         if line is None:
             return
@@ -51,15 +51,15 @@ class Paces:
             self._unnoted[line.name] = line
 
     def say(self) -> None:
-        """One line of the log for each choice."""
+        """Log each choice, in one line."""
         while self._unsaid:
             line, why = self._unsaid.popleft()
-            with undisturbed():  # the locks of logging can be left taken
+            with undisturbed():  # an interrupt could leave the locks of logging taken
                 chosen = event("cadence.chosen", branch=line.branch, reason=str(why))
                 _logger.info("branch %s: states become durable %s", line.branch, why, extra=chosen)
 
     def note(self) -> None:
-        """Tell the lineage what was chosen since, and at what costs; what it does not take now is told later.
+        """Tell the lineage what was chosen since the last call, and at what costs. What it does not take now is told later.
 
         :raises Unavailable: the database does not answer.
         """
@@ -72,5 +72,5 @@ class Paces:
 
 
 def facts_of(line: Line) -> Mapping[str, Value]:
-    """What is recorded of a line's pace with its run."""
+    """The facts about a line's costs and choice that are recorded with its run."""
     return {} if line.costs is None else noted(line.costs, line.choice)

@@ -1,4 +1,4 @@
-"""What the engine knows of the pace of one line: its captures, its writes and what they cost, as facts to ask a policy with."""
+"""The facts with which the engine asks a line's policy: its captures, its writes, and what they cost."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _NOTHING: Mapping[str, float] = {}
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """A capture, as its training saw it: ``at`` the clock when it was begun, ``held_s`` how long the one before it held the training."""
+    """A capture, as its training saw it. ``at`` is when it began, ``held_s`` is for how long the one before it held the training up."""
 
     at: float | None = None
     held_s: float | None = None
@@ -25,7 +25,7 @@ class Taken:
 
 @dataclass(slots=True)
 class Pacing:
-    """Belongs to a line of the engine. ``idle`` captures were made since its last write ended."""
+    """The facts about one line of the engine. ``idle`` captures were made since its last write ended."""
 
     policy: Policy
     count: int = 0
@@ -42,7 +42,7 @@ class Pacing:
     _reckoned: Costs | None = None
 
     def is_due_at_capture(self, taken: Taken, now: float, *, is_writing: bool) -> bool:
-        """Whether a capture that was just recorded, and is the newest, is to be written; it is counted."""
+        """Whether to write the capture that was just recorded, which is the newest; it is counted."""
         self.count += 1
         self.idle += 1
         self._step = taken.step
@@ -58,7 +58,7 @@ class Pacing:
         return is_due
 
     def is_due_now(self, now: float, *, is_writing: bool) -> bool:
-        """Whether the newest capture is to be written, as time went by or a write ended."""
+        """Whether to write the newest capture now that time has passed or a write ended."""
         is_due = self.policy.is_due(self._moment(now, is_writing=is_writing))
         if is_due:
             self.picked(now)
@@ -66,22 +66,22 @@ class Pacing:
 
     @property
     def keeps_near(self) -> bool:
-        """Whether the state that was picked last is none of those that go on to further tiers."""
+        """Whether the state that was picked last stays off the further tiers."""
         return self.choice is not None and (self.picks - 1) % self.choice.further_every != 0
 
     def picked(self, now: float) -> None:
-        """The newest capture is to be written."""
+        """Note that the newest capture will be written."""
         self.picks += 1
         self.last_write, self._last_index, self._last_step = now, self.count - 1, self._step
 
     def next_due(self, *, is_writing: bool) -> float | None:
-        """The time at which the newest capture is due by itself; None: never, or at the next one."""
+        """The time at which the newest capture becomes due without another event; None: never, or not before the next capture."""
         return self.policy.next_due(self._moment(0.0, is_writing=is_writing))
 
     def wrote(self, began: float, ended: float, *, is_own: bool, further_s: float | None = None) -> bool:
-        """A state was written, by this line or another of the process; whether something else was chosen since.
+        """Note that a state was written, by this line or another of the process; returns whether the policy made a new choice.
 
-        ``further_s``: so long it took lately to put one onto the further tiers.
+        ``further_s`` is how long it lately took to put a state onto the further tiers.
         """
         self._measures.wrote(began, ended, is_own=is_own)
         if not is_own:

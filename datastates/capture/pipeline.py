@@ -1,6 +1,6 @@
-"""The engine's own steps, one after the other: what becomes of a capture once it was copied.
+"""The engine's own steps, one after the other, for a capture that was copied.
 
-engine thread   copied -> digest -> dedup, one capture after the other (``enter``); what comes after is ``commit``'s
+engine thread   copied -> digest -> dedup, one capture after the other (``enter``); ``commit`` does what comes after
 writer thread   write, when the engine says so
 """
 
@@ -40,9 +40,9 @@ class Pipeline:
         self._write = Write(memory, local, register.journal, recorder)
 
     def enter(self, staged: Staged) -> None:
-        """Take a capture into memory, each step in turn; its line goes on from it. Whatever this raises, ``leave`` undoes.
+        """Take a capture into memory, each step in turn; its line goes on from it. If this raises, ``leave`` undoes it.
 
-        :raises Torn: and whatever else went wrong with the copy.
+        :raises Torn: or any other error of the copy.
         """
         job, uid = staged.job, staged.progress.uid
         assert job is not None
@@ -66,7 +66,7 @@ class Pipeline:
             staged.line.tip = (uid, work.digested().digest)
 
     def leave(self, staged: Staged) -> None:
-        """Undo ``enter``, as far as it came: memory gives the capture back, and its line goes on from the state before it."""
+        """Undo ``enter``, as far as it got: memory gives the capture back, and its line goes on from the state before it."""
         line, work, uid = staged.line, staged.work, staged.progress.uid
         if work is not None:
             self._memory.remove(uid)
@@ -85,14 +85,14 @@ class Pipeline:
             line.placed(writing.manifest)
 
     def _let_go(self, job: CopyJob) -> None:
-        """The memory tier has the state, or is not to have it: what was held for it meanwhile need not be."""
+        """Release what was held for a state in flight, now that the memory tier has it or never will."""
         job.snapshots.clear()
         if job.held:
             held, job.held = job.held, []
             self._memory.let_go(held)
 
     def _begun(self, staged: Staged, job: CopyJob) -> Work:
-        """What a capture is, now that its bytes are in its slots."""
+        """The work on a capture whose bytes are in its slots."""
         tip, part = staged.line.tip, staged.line.part
         run = staged.line.run or self._run
         content = Content(staged.layout.skeleton, staged.values, staged.layout.tensors, ())

@@ -1,8 +1,8 @@
-"""When a process asks what became of the states that wait for parts of other ranks.
+"""Decides when a process asks what became of the states that wait for parts of other ranks.
 
-It hears that with each round that it tells; where no round comes it asks. It asks soon after something that the others answer, as a rule,
-by doing the same: after it told a part, and after that was on its disk. Then it asks the more seldom the longer it waits; and the later,
-the more processes ask, so that the database is asked little however many there are. While somebody here waits it asks sooner.
+A process hears that with each round that it tells; without a round it asks. It asks soon after it has done something that the others
+usually do at the same time: told a part, or put one on its disk. After that it asks less often the longer it waits, and less often the more
+processes ask, so that the database is asked little however many there are. While a caller here waits, it asks sooner.
 """
 
 from __future__ import annotations
@@ -18,24 +18,26 @@ from .rounds import Rounds
 __all__ = ["Polling", "Polls"]
 
 SOON_S, HURRIED_S, SELDOM_S = 0.025, 0.005, 0.25
-"""To the first question: after something that the others answer, while somebody waits for it, and where others may only want something."""
+"""The time to the first question: after something that the others do too; while a caller waits for it; and if others may only want
+something."""
 
 MOST_HURRIED_S, MOST_S, LAST_S = 0.5, 1.0, 4.0
-"""Between two questions at most, each pause being twice as long as that before it: while somebody waits; else, of few processes, and of
-however many."""
+"""The longest pause between two questions; each is twice as long as the one before. The first while a caller waits; the second, for few
+processes, if others may only want something; the last in all other cases."""
 
 PER_S, SELDOM_PER_S = 500, 100
-"""All processes together put so many questions a second at most: first questions, and those that come at the longest pauses."""
+"""The most questions per second of all processes together: of first questions, and of those that come at the longest pauses."""
 
 _LASTS_S = 2.0
-"""So long somebody who said so is taken to wait; whoever waits longer says it again."""
+"""For how long a caller that said so counts as waiting, in seconds; one that waits longer says it again."""
 
 
 @dataclass(slots=True)
 class Polls:
-    """One for each engine thread; ``hurry`` is called from any. ``askers`` says how many processes ask the database: one for each desk.
+    """The times of the questions of one engine thread; any thread may call ``hurry``. ``askers`` is the number of processes that ask the
+    database: one for each desk.
 
-    ``is_awaiting`` says whether something is to come from the others: a part, or that it is on their disk.
+    ``is_awaiting`` says whether the others have something to deliver: a part, or the news that it is on their disk.
     """
 
     askers: float = 1.0
@@ -44,32 +46,32 @@ class Polls:
     _hurried_until: float = -math.inf
 
     def hurry(self, now: float) -> None:
-        """Somebody waits."""
+        """Note that a caller waits."""
         was_hurried, self._hurried_until = now < self._hurried_until, now + _LASTS_S
         if not was_hurried and not self.is_off:
             self._pause_s, self._at = 0.0, now
 
     def begin(self, now: float, *, is_awaiting: bool) -> None:
-        """Something was told, and something is to be heard."""
+        """Start asking: something was told, and an answer is expected."""
         self._pause_s = self._pause(now, is_awaiting=is_awaiting)
         self._at = now + self._pause_s
 
     def end(self) -> None:
-        """Nothing waits."""
+        """Stop asking: nothing waits."""
         self._at = math.inf
 
     @property
     def is_off(self) -> bool:
-        """Whether no question is to be put."""
+        """Whether no question is planned."""
         return self._at == math.inf
 
     def asked(self, now: float, *, is_awaiting: bool) -> None:
-        """The question was put, and something waits still."""
+        """Note that the question was asked, and something still waits."""
         self._pause_s = self._pause(now, 2 * self._pause_s, is_awaiting=is_awaiting)
         self._at = now + self._pause_s
 
     def delay(self, now: float) -> float:
-        """How long it is to the next question; infinite where there is none to be put."""
+        """The time to the next question, in seconds; infinite if none is planned."""
         return max(0.0, self._at - now)
 
     def _pause(self, now: float, least_s: float = 0.0, *, is_awaiting: bool) -> float:
@@ -84,7 +86,7 @@ class Polls:
 
 
 class Polling:
-    """Asks the lineage, when it is time. ``look`` and ``delay`` belong to the engine thread."""
+    """Asks the lineage when it is time. ``look`` and ``delay`` belong to the engine thread."""
 
     def __init__(self, journal: Journal, rounds: Rounds, patience_s: float) -> None:
         self._journal, self._rounds, self._patience_s = journal, rounds, patience_s
@@ -95,21 +97,21 @@ class Polling:
         journal.on_half = self._begin_anew
 
     def join(self, ranks: int) -> None:
-        """This process is one of so many of a job."""
+        """Note that this process is one of ``ranks`` in a job."""
         self._ranks = ranks
         self._polls.askers = self._ranks / self._seats
 
     def share(self, seats: int) -> None:
-        """So many of them ask together, at their desk."""
+        """Note that ``seats`` of them ask together, at their desk."""
         self._seats = seats
         self._polls.askers = self._ranks / self._seats
 
     def delay(self) -> float:
-        """How long it is to the next question; infinite where there is none to be put."""
+        """The time to the next question, in seconds; infinite if none is planned."""
         return self._polls.delay(time.monotonic())
 
     def look(self, *, has_told: bool) -> None:
-        """Hear what became of the parts that wait for those of other ranks, if it is time; ``has_told``: a round was told just now."""
+        """Ask, if it is time, what became of the parts that wait for those of other ranks; ``has_told``: a round was told just now."""
         has_told, self._has_half = has_told or self._has_half, False
         now, journal = time.monotonic(), self._journal
         if not self._is_wanted:

@@ -1,4 +1,4 @@
-"""The sign that a process is at work, given on a thread of its own: a folder that does not answer must not stop the engine."""
+"""Shows that a process is at work, on a separate thread, because a folder that does not answer must not stop the engine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _logger = logging.getLogger(__name__)
 
 
 class Pulse:
-    """Calls ``beat`` whenever the engine says that it works. Safe from any thread."""
+    """Calls ``beat`` whenever the engine reports that it works. Safe from any thread."""
 
     def __init__(self, beat: Callable[[], None]) -> None:
         self._beat, self._bell = beat, Bell()
@@ -22,12 +22,12 @@ class Pulse:
         threading.Thread(target=self._run, name="datastates-beat", daemon=True).start()
 
     def beat(self) -> None:
-        """The engine works; never waits."""
+        """Report that the engine works; never waits."""
         self._is_due = True
         self._bell.ring()
 
     def close(self) -> None:
-        """End the thread; nobody waits for it, as it may be held up."""
+        """End the thread, without waiting for it, as it may be held up."""
         self._is_closed = True
         self._bell.ring()
 
@@ -39,5 +39,5 @@ class Pulse:
             self._is_due = False
             try:
                 self._beat()
-            except Exception:  # whoever looks for signs of life finds none, which is all that there is to it
+            except Exception:  # the only effect is that other processes see no sign of life
                 _logger.debug("the process could not say that it is at work", exc_info=True)
