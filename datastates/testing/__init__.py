@@ -1,4 +1,4 @@
-"""What tests of your own parts need: suites that a tier, a transport or a module has to pass, and faults to test against.
+"""Help for testing your own parts: suites that a tier, a transport or a module has to pass, and faults to test against.
 
     from datastates.testing import TierSuite
 
@@ -40,7 +40,7 @@ __all__ = [
 ]
 
 _SUITES = {"ModuleSuite": "modules", "TierSuite": "tiers", "TransportSuite": "transports"}
-"""The modules that need pytest."""
+"""The modules that need pytest, by the suite that each defines."""
 
 
 def __getattr__(name: str) -> object:

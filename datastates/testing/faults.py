@@ -1,6 +1,6 @@
-"""Faults to test against: steps that fail or end the process, disks that fail, stall or are slow, tiers that are torn or full.
+"""Faults to test against: steps that fail or end the process; disks that fail, stall or are slow; tiers that are torn or full.
 
-A fault that lasts (``Fault``) is switched on and off by the test: ``fail``, ``stall``, ``slow``, then ``mend``.
+The test switches a lasting fault (``Fault``) on and off: ``fail``, ``stall`` or ``slow``, then ``mend``.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ __all__ = [
 
 
 def fail_at(step: str, error: BaseException | None = None, *, after: int = 0) -> Callable[[str], None]:
-    """An ``on_step`` that raises when ``step`` is done, having let it pass ``after`` times; then never again."""
+    """An ``on_step`` that raises once when ``step`` is done, after it has let the step pass ``after`` times."""
     left = after
 
     def on_step(name: str) -> None:
@@ -67,7 +67,7 @@ def crash_at(step: str, *, after: int = 0, code: int = 137) -> Callable[[str], N
 
 
 class Fault:
-    """What may be in the way of something that is done; the test says what, from any thread. ``is_met`` is set once somebody has met it."""
+    """A fault in the way of an operation. The test switches it, from any thread; ``is_met`` is set once an operation has met it."""
 
     def __init__(self) -> None:
         self.is_met = threading.Event()
@@ -78,27 +78,27 @@ class Fault:
         self._lock = threading.Lock()
 
     def fail(self, number: int = errno.ENOSPC) -> None:
-        """From now on the system refuses with this number: ``errno.EIO``, ``errno.EROFS``, ``errno.EDQUOT``, …"""
+        """From now on the system refuses with this error number: ``errno.EIO``, ``errno.EROFS``, ``errno.EDQUOT``, …"""
         self._begin(number=number)
 
     def stall(self) -> None:
-        """From now on everything waits, until ``mend``."""
+        """From now on every operation waits, until ``mend``."""
         self._begin(is_stalling=True)
 
     def slow(self, bytes_per_s: float) -> None:
-        """From now on no more goes through than this."""
+        """From now on at most this many bytes a second go through."""
         self._begin(bytes_per_s=bytes_per_s)
 
     def mend(self) -> None:
-        """Nothing is in the way any more; what has stalled goes on."""
+        """Remove the fault; operations that have stalled go on."""
         with self._lock:
             self._number, self._bytes_per_s, self._is_stalling = None, None, False
             self._mended.set()
 
     def strike(self, size: int = 0) -> None:
-        """Called on the thread that is about to do something with so many bytes.
+        """Called on the thread that is about to do something with ``size`` bytes.
 
-        :raises OSError: it fails, with the number that was said.
+        :raises OSError: the operation fails, with the number that was given to ``fail``.
         """
         with self._lock:
             number, bytes_per_s, is_stalling, mended = self._number, self._bytes_per_s, self._is_stalling, self._mended
@@ -111,14 +111,14 @@ class Fault:
 
     def _begin(self, *, number: int | None = None, bytes_per_s: float | None = None, is_stalling: bool = False) -> None:
         with self._lock:
-            self._mended.set()  # what met the fault before goes on
+            self._mended.set()  # operations that met the previous fault go on
             self._mended = threading.Event()
             self.is_met.clear()
             self._number, self._bytes_per_s, self._is_stalling = number, bytes_per_s, is_stalling
 
 
 class FaultyDisk(Fault):
-    """The disk below a folder, as far as this process writes packs and manifests there; it can be read meanwhile.
+    """The disk below a folder, for the packs and manifests that this process writes there; reads go on working.
 
     import errno
     from datastates.testing import FaultyDisk
@@ -149,7 +149,7 @@ class FaultyDisk(Fault):
 
 
 class Stored(Protocol):
-    """A repository, as far as its database goes."""
+    """A repository, as far as its database is concerned."""
 
     @property
     def database(self) -> Database:
@@ -161,13 +161,13 @@ class Kept(Protocol):
 
     @property
     def core(self) -> Stored:
-        """What is behind it."""
+        """The core behind it."""
 
 
 class FaultyDatabase(Fault):
     """The database of an open repository, which answers or not. ``fail`` is a server that refuses, ``stall`` one that does not answer.
 
-    ``is_met`` then says that it was asked.
+    ``is_met`` then says that the database was asked.
     """
 
     def __init__(self, repo: Kept) -> None:
@@ -184,7 +184,7 @@ class FaultyDatabase(Fault):
         self.mend()
 
     def fail(self, number: int = errno.ECONNREFUSED) -> None:
-        """From now on it does not answer."""
+        """From now on the database does not answer."""
         super().fail(number)
 
     def _asked(self) -> PoolProxiedConnection:
@@ -196,7 +196,7 @@ class FaultyDatabase(Fault):
 
 
 class WrappedTier(Tier):
-    """A tier around another, the same in everything; change one method to make a fault."""
+    """A tier around another tier, with the same behaviour; override one method to make a fault."""
 
     name = "wrapped"
 
@@ -222,7 +222,7 @@ class WrappedTier(Tier):
     def remove(self, uid: str) -> int:
         """Calls the inner tier.
 
-        :raises Unsupported: it removes nothing.
+        :raises Unsupported: the inner tier removes nothing.
         """
         if not isinstance(self.inner, SupportsRemoval):
             raise Unsupported(f"the {self.inner.name} tier removes nothing")
@@ -234,30 +234,30 @@ class WrappedTier(Tier):
 
 
 class SlowTier(WrappedTier):
-    """A tier whose ``put`` has come (``is_waiting``) and goes on only when the test lets it (``go_on``)."""
+    """A tier whose ``put`` waits: ``is_waiting`` says that it has begun, and it goes on only when the test sets ``go_on``."""
 
     def __init__(self, inner: Tier) -> None:
         super().__init__(inner)
         self.is_waiting, self.go_on = threading.Event(), threading.Event()
 
     def put(self, payload: Payload, *, base: Manifest | None = None) -> Placed:
-        """Wait to be let go on, then put."""
+        """Wait until the test lets it go on, then put."""
         self.is_waiting.set()
         self.go_on.wait()
         return super().put(payload, base=base)
 
 
 class FaultyTier(Fault, WrappedTier):
-    """A tier of yours whose ``put`` fails, stalls or is slow, as the test says; it can be read meanwhile."""
+    """A tier of yours whose ``put`` fails, stalls or is slow, as the test says; reads go on working."""
 
     def __init__(self, inner: Tier) -> None:
         Fault.__init__(self)
         WrappedTier.__init__(self, inner)
 
     def put(self, payload: Payload, *, base: Manifest | None = None) -> Placed:
-        """Put, as far as nothing is in the way.
+        """Put, as far as the fault allows.
 
-        :raises Unavailable: it fails.
+        :raises Unavailable: the fault makes it fail.
         """
         size = 0 if payload.is_on_demand else sum(view.nbytes for view in payload.chunks)
         try:
@@ -268,7 +268,7 @@ class FaultyTier(Fault, WrappedTier):
 
 
 class TornTier(WrappedTier):
-    """A tier that hands on chunks whose first byte was flipped on the way, which only a check after the hop can find."""
+    """A tier that flips the first byte of each chunk that it hands on, which only a check after the hop can find."""
 
     def open(self, uid: str, *, verify: bool = True) -> Reader:
         """A reader of torn chunks."""
@@ -299,7 +299,7 @@ class FullDiskTier(WrappedTier):
         self.bytes_free = bytes_free
 
     def put(self, payload: Payload, *, base: Manifest | None = None) -> Placed:
-        """Put what fits.
+        """Put the state if it fits.
 
         :raises Unavailable: it does not fit.
         """

@@ -1,4 +1,4 @@
-"""What every module must do, whatever it is for. A module inherits the suite and gives it a ``module``."""
+"""The suite that every module must pass, whatever it is for. A test class inherits the suite and gives it a ``module``."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _ARENA_BYTES = 64 << 20
 
 
 def of(uid: str, tree: dict[str, object]) -> Payload:
-    """A state of this tree, as a capture lays it out: each tensor in chunks of its own."""
+    """A state of this tree, laid out as a capture does: each tensor in chunks of its own."""
     flat = flatten(tree)
     made = payload(uid, *({leaf.path: leaf.tensor} for leaf in flat.tensors))
     content = msgspec.structs.replace(
@@ -40,7 +40,9 @@ def of(uid: str, tree: dict[str, object]) -> Payload:
 
 
 class ModuleSuite(ABC):
-    """Inherit it as ``class TestMyModule(ModuleSuite)`` with a fixture ``module``: a new one, that has seen nothing."""
+    """The suite for modules. Inherit it as ``class TestMyModule(ModuleSuite)`` with a fixture ``module``: a new one that has seen no
+    state.
+    """
 
     @pytest.fixture
     @abstractmethod
@@ -49,12 +51,12 @@ class ModuleSuite(ABC):
 
     @pytest.fixture
     def memory(self) -> CaptureTier:
-        """The memory that the states lie in."""
+        """The memory that holds the states."""
         return captures_in(Arena(_ARENA_BYTES))
 
     def test_a_configuration_takes_it(self, module: Module) -> None:
         assert Config(modules=[module]).modules == (module,)
-        module.close()  # no repository does
+        module.close()  # there is no repository to close it
 
     def test_it_may_be_closed_before_it_has_seen_anything(self, module: Module, memory: CaptureTier) -> None:
         assert _run(module, memory, []) == []
@@ -104,7 +106,9 @@ def _run(
     metrics: list[dict[str, float]] | None = None,
     without: tuple[str, ...] = (),
 ) -> list[ModuleFailed]:
-    """Hand states to the module as the engine does, then close it; what it raised. ``without`` are not in memory."""
+    """Hand states to the module as the engine does, then close it; returns the errors that it raised. States in ``without`` are not in
+    memory.
+    """
     failed: list[ModuleFailed] = []
     own = Own([module], memory, lambda: None)
     for index, state in enumerate(states):

@@ -1,4 +1,4 @@
-"""States to put, made without the capture engine: tensors laid out over chunks as a manifest says."""
+"""States for tests, made without the capture engine: tensors laid out over chunks as a manifest describes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Group = dict[str, torch.Tensor]
 
 
 def payload(uid: str, *groups: Group, is_aligned: bool = False) -> Payload:
-    """A state of these groups of tensors; each group ends its last chunk. Aligned memory is that of an arena."""
+    """A state of these groups of tensors; each group ends its last chunk. Aligned memory starts at a page, as an arena's does."""
     specs: list[TensorSpec] = []
     views: list[memoryview] = []
     for group in groups:
@@ -42,7 +42,7 @@ def payload(uid: str, *groups: Group, is_aligned: bool = False) -> Payload:
 
 
 def aligned(data: memoryview) -> memoryview:
-    """The same bytes from the start of a page, with other bytes behind them."""
+    """The same bytes at the start of a page, with other bytes behind them."""
     pages = mmap.mmap(-1, data.nbytes + 2 * mmap.PAGESIZE)
     pages[:] = b"\xa5" * len(pages)
     pages[: data.nbytes] = data
@@ -60,7 +60,7 @@ def small(uid: str, *seeds: int) -> Payload:
 
 
 def part(uid: str, rank: int, *seeds: int) -> Payload:
-    """What a rank of a job of two has of a state: one small chunk for each seed."""
+    """The part of a state that one rank of a job of two has: one small chunk for each seed."""
     made = small(uid, *seeds)
     origin = msgspec.structs.replace(made.manifest.origin, rank=rank, world_size=2)
     return Payload(msgspec.structs.replace(made.manifest, origin=origin), made.chunks)
@@ -72,10 +72,10 @@ def stream(reader: Reader) -> list[bytes]:
 
 
 def chunks_of(payload: Payload) -> list[bytes]:
-    """What ``stream`` is to give."""
+    """The chunks that ``stream`` should return."""
     return [bytes(view) for view in payload.chunks]
 
 
 def lengths(chunks: Sequence[bytes]) -> int:
-    """The bytes of these chunks together."""
+    """The length of these chunks together, in bytes."""
     return sum(map(len, chunks))

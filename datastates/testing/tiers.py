@@ -1,4 +1,4 @@
-"""What every tier must do, whatever it stores into. A tier inherits the suite and gives it a ``tier`` and a way to do damage."""
+"""The suite that every tier must pass, whatever it stores into. A test class inherits it and gives it a ``tier`` and a way to do damage."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ __all__ = ["TierSuite"]
 
 
 class TierSuite(ABC):
-    """Inherit it as ``class TestMyTier(TierSuite)`` with a fixture ``tier``, empty, and ``flip``."""
+    """The suite for tiers. Inherit it as ``class TestMyTier(TierSuite)`` with a fixture ``tier``, empty, and the method ``flip``."""
 
     keeps_whole_packs = False
-    """Whether bytes that no state needs stay as long as others that were put with them are needed."""
+    """Whether bytes that no state needs stay as long as other bytes that were put with them are needed."""
 
     @pytest.fixture
     @abstractmethod
@@ -166,7 +166,7 @@ class TierSuite(ABC):
         with pytest.raises(NotFound):
             tier.open("open")
         first.close()
-        for number in range(40):  # what might overwrite it
+        for number in range(40):  # puts that might overwrite it
             tier.put(small(f"s{number}", 100 + number))
         assert stream(second) == chunks_of(small("open", 1, 2))
         second.close()
@@ -325,7 +325,7 @@ class TierSuite(ABC):
 
 
 def remove(tier: Tier, uid: str) -> int:
-    """The payload bytes set free; a tier that keeps everything skips the rest of the test."""
+    """Remove a state; returns the payload bytes set free. A tier that keeps everything skips the rest of the test."""
     if not isinstance(tier, SupportsRemoval):
         pytest.skip("this tier removes nothing")
     return tier.remove(uid)

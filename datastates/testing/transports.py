@@ -1,4 +1,4 @@
-"""What every transport must do, whatever it sends over. A transport inherits the suite and gives it a ``transport`` and a ``url``."""
+"""The suite that every transport must pass, whatever it sends over. A test class inherits it and gives it a ``transport`` and a ``url``."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ async def meeting(transport: Transport, url: str) -> AsyncIterator[tuple[Channel
 
     listener = await transport.listen(url, accept)
     here = await transport.dial(listener.url, timeout_s=5)
-    await here.send(b"a word")  # whoever says nothing has not arrived
+    await here.send(b"a word")  # a peer that sends nothing does not count as arrived
     there = await arrived
     assert await there.receive(LIMIT) == b"a word"
     try:
@@ -50,7 +50,7 @@ async def meeting(transport: Transport, url: str) -> AsyncIterator[tuple[Channel
 
 @asynccontextmanager
 async def linked(transport: Transport) -> AsyncIterator[tuple[Link, Link]]:
-    """Both ends of the data plane; here they lie in one process."""
+    """Both ends of the data plane, in one process here."""
     here, there = await transport.link(await transport.address()), await transport.link(await transport.address())
     try:
         yield here, there
@@ -60,17 +60,17 @@ async def linked(transport: Transport) -> AsyncIterator[tuple[Link, Link]]:
 
 
 class TransportSuite(ABC):
-    """Inherit it as ``class TestMyTransport(TransportSuite)`` with fixtures ``transport`` and ``url``."""
+    """The suite for transports. Inherit it as ``class TestMyTransport(TransportSuite)`` with fixtures ``transport`` and ``url``."""
 
     @pytest.fixture
     @abstractmethod
     def transport(self) -> Transport:
-        """The transport, of which both ends lie in this process."""
+        """The transport; both ends lie in this process."""
 
     @pytest.fixture
     @abstractmethod
     def url(self) -> str:
-        """An address that ``listen`` takes, with a port that is free."""
+        """An address that ``listen`` accepts, with a free port."""
 
     def run(self, work: Coroutine[Any, Any, object]) -> None:
         loop.run(work, timeout_s=PATIENCE_S)
@@ -117,7 +117,7 @@ class TransportSuite(ABC):
                     with pytest.raises(Disconnected):
                         await each
                 with pytest.raises(Disconnected):
-                    await send_for_ever(here)  # TCP may take some before it knows
+                    await send_for_ever(here)  # TCP may accept some before it notices
                 await there.close()
 
         self.run(work())
@@ -240,7 +240,7 @@ class TransportSuite(ABC):
                 _, is_waiting = await asyncio.wait({sending}, timeout=0.5)
                 assert is_waiting
                 was_sent = sent
-                for _ in range(was_sent + 1):  # what waits goes on as soon as there is room
+                for _ in range(was_sent + 1):  # waiting sends go on as soon as there is room
                     assert await there.receive(LIMIT) == bytes(100_000)
                 sending.cancel()
                 await asyncio.wait({sending})
@@ -348,12 +348,14 @@ class TransportSuite(ABC):
 
 
 def _count_threads() -> int:
-    """Threads but for asyncio's own pool, which looks names up: it starts another of at most a few when all happen to be at work."""
+    """The number of threads without those of asyncio's own pool, which resolves names and starts another of at most a few whenever all are
+    busy.
+    """
     return sum(not thread.name.startswith("asyncio_") for thread in threading.enumerate())
 
 
 async def send_for_ever(channel: Channel) -> None:
-    """It fits the buffers on the way for a while."""
+    """Send until it fails: at first the bytes fit the buffers on the way."""
     while True:
         await channel.send(b"x" * 1000)
         await asyncio.sleep(0)
