@@ -1,1 +1,1 @@
-"""The loops that people already have: one module a framework, which imports its framework only when it is used."""
+"""Integrations with existing training loops: one module for each framework, which imports its framework only when it is used."""

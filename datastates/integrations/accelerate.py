@@ -1,4 +1,4 @@
-"""Accelerate: one line tracks all that an ``Accelerator`` prepared.
+"""Accelerate: one line tracks everything that an ``Accelerator`` prepared.
 
     from datastates.integrations.accelerate import track
 
@@ -10,7 +10,7 @@
                     loss = train_step(batch)
                 run.capture(metrics={"loss": loss})
 
-Names are those of a training without Accelerate, and so are the bytes under them: a state of the one goes on in the other.
+Names, and the bytes under them, are those of a training without Accelerate: a state of either goes on in the other.
 """
 
 from __future__ import annotations
@@ -39,14 +39,15 @@ __all__ = ["track"]
 _logger = logging.getLogger(__name__)
 
 _PREPARED = {"model": "_models", "optimizer": "_optimizers", "scheduler": "_schedulers", "loader": "_dataloaders"}
-"""Where an accelerator keeps what it prepared, by the name under which that is tracked. ``save_state`` reads them there; there is no
-other way to them."""
+"""The attributes in which an accelerator keeps what it prepared, by the name under which that is tracked. ``save_state`` reads the same
+attributes; there is no other way to the objects.
+"""
 
 _REGISTERED = "_custom_objects"
 _OWN = "accelerator"
 
 _ALIKE = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
-"""Each process has the whole model: it trains alone, or under DistributedDataParallel."""
+"""Types in which each process has the whole model: it trains alone, or under DistributedDataParallel."""
 
 
 def track(
@@ -57,23 +58,22 @@ def track(
     objects: Mapping[str, object] | None = None,
     **options: Any,
 ) -> Tracker:
-    """``repo.track`` of everything that the accelerator prepared, and of its own count.
+    """``repo.track`` of everything that the accelerator prepared, and of the accelerator's own count.
 
-    Each kind of object has the name ``model``, ``optimizer``, ``scheduler`` or ``loader``; a second one has ``model_1`` and so on, in the
-    order in which they were prepared. What was given to ``register_for_checkpointing`` is in the list ``registered``, a scaler is
+    Each kind of object is named ``model``, ``optimizer``, ``scheduler`` or ``loader``; a second one is ``model_1`` and so on, in the order
+    in which they were prepared. Objects that were given to ``register_for_checkpointing`` are in the list ``registered``; a scaler is
     ``scaler``.
-    Loaders are tracked where they keep their place themselves (``use_stateful_dataloader``); loop over ``run.steps(loader)``, which finds
-    the place in every other one. ``run.step`` counts what ``accelerator.accumulate`` completes.
+    Loaders are tracked if they keep their place themselves (``use_stateful_dataloader``). Loop over ``run.steps(loader)``, which finds the
+    place in every other loader. ``run.step`` counts the updates that ``accelerator.accumulate`` completes.
 
-    Several processes under DistributedDataParallel capture each state together; ``track`` is then collective. Each has gradients of its own
-    within an accumulation, which no state has: capture where ``accelerator.sync_gradients`` is true.
+    Several processes under DistributedDataParallel capture each state together; ``track`` is then collective. Within an accumulation each
+    process has gradients of its own, which no state has: capture where ``accelerator.sync_gradients`` is true.
 
-    :param accelerator: after its ``prepare`` and ``register_for_checkpointing``.
-    :param repo: where the states go.
+    :param accelerator: the accelerator, after its ``prepare`` and ``register_for_checkpointing``.
+    :param repo: the repository that gets the states.
     :param gradients: whether gradients are captured; None: if the accelerator accumulates in one process, so that a state within an
-        accumulation goes on exactly. ``optimizer.zero_grad()`` after the update leaves none to be captured in the states between two of
-        them.
-    :param objects: what is tracked besides, by name.
+        accumulation goes on exactly. If ``optimizer.zero_grad()`` follows each update, states between two accumulations capture none.
+    :param objects: further objects to track, by name.
     :param options: as for ``repo.track``: ``branch``, ``start``, ``config``, …, and further objects.
     :raises InvalidInput: nothing was prepared, or a name is taken.
     :raises Unsupported: DeepSpeed, FSDP, Megatron-LM or XLA divides the training among processes.
@@ -102,8 +102,9 @@ def track(
 
 
 class _Own:
-    """What an accelerator counts, and what its loaders do: the batches since it began to accumulate, the passes over each loader, the seeds
-    of their samplers. ``is_whole``: a state within an accumulation is refused."""
+    """The accelerator's and its loaders' own counts: the batches since the accumulation began, the passes over each loader, the seeds of
+    samplers. ``is_whole``: a state within an accumulation is refused.
+    """
 
     is_optional = True  # for a restore: states of a training without Accelerate do not have it
 
@@ -133,7 +134,7 @@ class _Own:
                     put_mark(part, mark)
 
     def _look(self) -> None:
-        """Say what no state has: it costs a microsecond at each capture."""
+        """Warn once about objects that no state has; costs a microsecond at each capture."""
         if self.run is None or self._has_warned:
             return
         self._captures += 1
@@ -168,7 +169,7 @@ def _refuse_what_is_divided(accelerator: Accelerator) -> None:
 
 
 def _prepared(accelerator: Accelerator) -> dict[str, object]:
-    """What the accelerator prepared and can be tracked, by name."""
+    """The trackable objects that the accelerator prepared, by name."""
     found: dict[str, object] = {}
     for kind, where in _PREPARED.items():
         for number, each in enumerate(getattr(accelerator, where)):
@@ -191,7 +192,7 @@ def _of_loader(loader: Any) -> Iterator[object]:
 
 
 def _completes(accelerator: Accelerator) -> bool:
-    """Whether the next ``accelerator.accumulate`` makes an update: after so many batches, and with the last one of a loader."""
+    """Whether the next ``accelerator.accumulate`` makes an update: after so many batches, and with the last batch of a loader."""
     gradients = accelerator.gradient_state
     if gradients.sync_with_dataloader and gradients.end_of_dataloader:
         return True

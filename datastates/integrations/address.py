@@ -1,4 +1,4 @@
-"""Addresses of states, for what takes a path: ``runs/main``, ``datastates://runs/main~3``."""
+"""Addresses of states, for arguments that take a path: ``runs/main``, ``datastates://runs/main~3``."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ class Address:
 
 
 def is_address(value: object) -> bool:
-    """Whether something can only be meant as an address: a text or a path that begins with ``datastates://``."""
+    """Whether a value can only be meant as an address: a text or a path that begins with ``datastates://``."""
     return isinstance(value, str | os.PathLike) and os.fsdecode(value).startswith(SCHEME)
 
 
 def address_of(value: object, what: str = "the address") -> Address:
-    """The address that a text or a path means, with ``datastates://`` or without.
+    """The address that a text or a path means, with or without ``datastates://``.
 
-    The folder ends where a repository lies; where there is none yet, before the last slash. The folder of a repository by itself means
-    its branch ``main``.
+    The folder ends where a repository lies; if there is none yet, it ends before the last slash. The folder of a repository by itself
+    means its branch ``main``.
 
-    :raises InvalidInput: it is none.
+    :raises InvalidInput: the value is not an address.
     """
     text = values.path(value, what).removeprefix(SCHEME)
     if "://" in text:

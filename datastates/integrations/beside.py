@@ -1,8 +1,8 @@
-"""A run in somebody else's log beside a training of ours: what MLflow, W&B and TensorBoard have in common.
+"""A run in another log beside one of our trainings: what MLflow, W&B and TensorBoard have in common.
 
-Each state of the training names their run (the attribute ``mlflow.run``, ``wandb.run``, ``tensorboard.run``), and their run names our
-repository, branch and training. So a training that is resumed finds the run that it had, and a fork the one of its parent. Metrics that
-are given to ``Tracker.capture`` go to theirs once their state is recorded: on a thread of its own, as theirs may be at the other end of a
+Each state of the training names the log's run (the attribute ``mlflow.run``, ``wandb.run``, ``tensorboard.run``), and that run names our
+repository, branch and training. So a resumed training finds the run that it had, and a fork finds its parent's run. Metrics that are given
+to ``Tracker.capture`` go to the log once their state is recorded, on a thread of their own, because the log may be at the other end of a
 network.
 
     recorded -> queue -> datastates-mlflow: ``_send``, several points at once; what fails is tried again with the next
@@ -28,15 +28,15 @@ __all__ = ["Beside", "Ours"]
 _logger = logging.getLogger(__name__)
 
 _MOST = 100_000
-"""So many states wait for a log that is away; then the oldest are given up."""
+"""The most states that wait for a log that is away; beyond that the oldest are dropped."""
 
 PATIENCE_S = 30.0
-"""So long a log that does not answer is waited for when the training ends."""
+"""How long, in seconds, the end of the training waits for a log that does not answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ours:
-    """What their run is told of a training. ``start`` is the state that it set out from; ``is_resumed``: on this very branch."""
+    """What the log's run is told of a training. ``start`` is the state from which it set out; ``is_resumed``: on this very branch."""
 
     repository: str
     branch: str
@@ -54,15 +54,15 @@ class Ours:
         return cls(str(training.core.location), tracker.branch, run.uid, run.git_commit, tracker.config, start, training.is_resumed)
 
     def named(self) -> dict[str, str]:
-        """By the names that theirs have for it."""
+        """The values by the names that the log's run has for them."""
         found = {"datastates.repository": self.repository, "datastates.branch": self.branch, "datastates.run": self.run}
         return found if self.start is None else {**found, "datastates.start": self.start.uid}
 
 
 class Beside(ABC):
-    """Their run beside one training; a subclass is one log. ``id`` is what theirs call it.
+    """A run of another log beside one training; each log is a subclass. ``id`` is the log's own name for the run.
 
-    ``kind`` is how attributes and threads name the log. The training's end ends their run, too, unless that was the caller's own.
+    ``kind`` names the log in attributes and threads. The training's end also ends the run, unless the run is the caller's own.
     """
 
     kind: ClassVar[str]
@@ -100,23 +100,23 @@ class Beside(ABC):
 
     @abstractmethod
     def _go_on(self, id: str, ours: Ours) -> bool:
-        """Open their run again; False where it is not there."""
+        """Open the run again; False if it does not exist."""
 
     @abstractmethod
     def _begin(self, ours: Ours) -> str:
-        """Begin a run of theirs; what they call it."""
+        """Begin a run; returns the log's name for it."""
 
     @abstractmethod
     def _tell(self, ours: Ours, parent: str | None) -> None:
-        """Note in their run what it is of ours, and the run of theirs that it was forked from."""
+        """Note our training in the run, and the run of the log from which it was forked."""
 
     @abstractmethod
     def _send(self, states: Sequence[State]) -> None:
-        """Log the metrics of these states at their steps. On a thread of its own; raises what keeps it from that."""
+        """Log the metrics of these states at their steps. Runs on a thread of its own, and raises if it fails."""
 
     @abstractmethod
     def _end(self, head: str | None, error: BaseException | None) -> None:
-        """Note the newest state, and end their run unless it is the caller's own."""
+        """Note the newest state, and end the run unless it is the caller's own."""
 
     # --- a companion ---------------------------------------------------------------------------------------------------------
 
@@ -151,13 +151,13 @@ class Beside(ABC):
         self._untold += len(waiting)
 
     def _sent(self, states: list[State]) -> list[State]:
-        """Those that are to be tried again."""
+        """Send the states; returns those that have to be tried again."""
         if not states:
             return []
         self._head = states[-1].uid
         try:
             self._send([state for state in states if state.metrics])
-        except Exception:  # whatever their client raises: the training goes on, and so do its captures
+        except Exception:  # whatever the log's client raises: the training and its captures go on
             if not self._has_failed:
                 _logger.warning("%s does not take metrics for now; they are sent again with the next", self.kind, exc_info=True)
             self._has_failed = True

@@ -1,14 +1,14 @@
-"""torch.distributed.checkpoint on a repository: what ``dcp.save`` saves is the next state of a branch, ``dcp.load`` reads any state.
+"""torch.distributed.checkpoint on a repository: ``dcp.save`` makes the next state of a branch, ``dcp.load`` reads any state.
 
     dcp.save(state, storage_writer=Writer(repo, branch="main"))
     dcp.load(state, storage_reader=Reader(repo, "main~2"))
 
-A state holds what the plan of the save says, under the names of the state dict: nested as it was, tensors as tensors, all else as plain
-values. Nothing is pickled on the way in. On the way out, DCP takes values as pickles; they are pickles of values that were decoded here,
-and never bytes of the repository.
+A state holds what the plan of the save names, under the names of the state dict: nested as it was, tensors as tensors, everything else as
+plain values. Nothing is pickled on the way in. On the way out, DCP takes values as pickles; these are pickles of values that were decoded
+here, and never bytes of the repository.
 
-One process saves at a time; states that several ranks save together are refused. Any number of processes may load, each what its plan asks
-for.
+One process saves at a time; states that several ranks save together are refused. Any number of processes may load, each what its own plan
+asks for.
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ FLAT = "dcp.flat"
 """The attribute of a state whose plan did not look into containers: each name of the state dict is one value."""
 
 STREAMS = "dcp.streams"
-"""The attribute that lists the names, a line each, of values that were streams of bytes (``io.BytesIO``)."""
+"""The attribute that lists, one a line, the names of values that were streams of bytes (``io.BytesIO``)."""
 
 
 class _Place:
-    """Where a reader or a writer is: an open repository, or an address; and a name there, a branch or a revision."""
+    """Where a reader or a writer works: an open repository or an address, and a branch or a revision there."""
 
     def __init__(self, repo: Repository | str | os.PathLike[str] | None, name: str | State) -> None:
         self._core: Core | None = None
@@ -82,7 +82,7 @@ class _Place:
         return self._core is not None
 
     def move(self, address: Address) -> None:
-        """Be at another address."""
+        """Move to another address."""
         if self._core is not None:
             raise InvalidInput(f"{address} names another repository than the one that was given: give one of them")
         self._folder, self.name = address.folder, address.revision
@@ -105,24 +105,25 @@ class _Place:
 
 
 class Writer(StorageWriter):
-    """What ``dcp.save`` and ``dcp.async_save`` write to: the next state of a branch.
+    """A storage writer for ``dcp.save`` and ``dcp.async_save`` that makes the next state of a branch.
 
         from datastates.integrations.dcp import Writer
 
         dcp.save({"model": model}, storage_writer=Writer(repo, branch="saved", metrics={"loss": 0.5}))
 
     ``dcp.save`` returns once the state has reached ``until``. Its uid is then in ``state``, and in what ``dcp.save`` returns (also as the
-    result of ``dcp.async_save``): ``metadata.storage_meta.save_id``. With a ``checkpoint_id`` the state is tagged so, and a tag of that
-    name moves to it; a ``checkpoint_id`` that begins with ``datastates://`` names repository and branch instead.
+    result of ``dcp.async_save``): ``metadata.storage_meta.save_id``. With a ``checkpoint_id`` the state gets a tag of that
+    name, which moves if it exists; a ``checkpoint_id`` that begins with ``datastates://`` names repository and branch instead.
 
     :param repo: a repository that is open, or its folder, or an address such as ``datastates://runs/main``.
-    :param branch: the branch whose next state it is.
+    :param branch: the branch that gets the next state.
     :param start: the state that the branch forks from, if it is new.
-    :param step: None: the number under ``"step"`` or ``"global_step"`` in the state dict; without one, one further than the branch.
+    :param step: None: the number under ``"step"`` or ``"global_step"`` in the state dict; without one, the branch's step plus one.
     :param metrics: numbers to find the state by.
     :param message: a text for people.
     :param attributes: plain values to find the state by.
-    :param until: ``durable``, or ``captured``: then the repository's policy decides when it is written.
+    :param until: the status to wait for: ``durable``, or ``captured``, after which the repository's policy decides when the state is
+        written.
     """
 
     def __init__(
@@ -156,7 +157,7 @@ class Writer(StorageWriter):
         return self._tag
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Called before each save: what the next state is named."""
+        """Set the name of the next state; called before each save."""
         self._tag = None
         if checkpoint_id is not None and is_address(checkpoint_id):
             self._place.move(address_of(checkpoint_id, "checkpoint_id"))
@@ -165,16 +166,16 @@ class Writer(StorageWriter):
             refs.check_name(self._tag)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Nothing is set up; ranks that do not speak to each other are refused."""
+        """Refuse ranks that do not communicate; there is nothing to set up."""
         if not kwargs.get("use_collectives", True) and dist.is_initialized() and dist.get_world_size() > 1:
             raise Unsupported(_SEVERAL.format(count=dist.get_world_size()))
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """The plan as it is."""
+        """The plan, unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """The plans as they are.
+        """The plans, unchanged.
 
         :raises Unsupported: there are several.
         """
@@ -183,7 +184,7 @@ class Writer(StorageWriter):
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Look up what is to be saved; it is copied by ``finish``."""
+        """Look up what is to be saved; ``finish`` copies it."""
         mappings = plan.planner_data if isinstance(plan.planner_data, dict) else {}
         self._tree, streams, results = {}, [], []
         for item in plan.items:
@@ -202,7 +203,7 @@ class Writer(StorageWriter):
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Make it a state, and wait until that is as safe as was asked for."""
+        """Make it a state, and wait until the state has reached ``until``."""
         found, self._tree = self._tree, {}
         tree, name = wrapped(found)
         about = About(
@@ -226,18 +227,18 @@ class Writer(StorageWriter):
 
 
 class Reader(StorageReader):
-    """What ``dcp.load`` reads from: any state, whether ``dcp.save`` made it, a tracker or an import.
+    """A storage reader for ``dcp.load`` that reads any state, whether ``dcp.save``, a tracker or an import made it.
 
         from datastates.integrations.dcp import Reader
 
         found = {"model": model.state_dict()}
         dcp.load(found, storage_reader=Reader(repo, "main~2"))
 
-    What is asked for is read and checked before the first tensor is written to: a damaged state changes nothing. With a ``checkpoint_id``
-    another revision is read; one that begins with ``datastates://`` names the repository too. ``state`` is what was read last.
+    Everything that is asked for is read and checked before the first tensor is written to: a damaged state changes nothing. A
+    ``checkpoint_id`` selects another revision; one that begins with ``datastates://`` names the repository too. ``state`` was read last.
 
     :param repo: a repository that is open, or its folder, or an address such as ``datastates://runs/main~2``.
-    :param rev: the state.
+    :param rev: the state to read.
     """
 
     def __init__(self, repo: Repository | str | os.PathLike[str] | None = None, rev: str | State = "main") -> None:
@@ -252,7 +253,7 @@ class Reader(StorageReader):
         return None if self._asked is None else str(self._asked)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Called before each load: which state is read."""
+        """Set the state to read; called before each load."""
         self._asked, self.is_planning = None, False
         if checkpoint_id is not None and is_address(checkpoint_id):
             self._place.move(address_of(checkpoint_id, "checkpoint_id"))
@@ -260,8 +261,8 @@ class Reader(StorageReader):
             self._asked = values.revision(os.fspath(checkpoint_id))
 
     def read_metadata(self) -> Metadata:
-        """What the state consists of, as a save of it would plan it; no tensor is read."""
-        # Takes no keywords: else torch would ask again for a rank's own metadata, and say that instead.
+        """The contents of the state, as a save of it would plan them; no tensor is read."""
+        # Takes no keywords: otherwise torch would ask again for a rank's own metadata, and report that error instead.
         with self._place.core(must_exist=True) as core:
             self.state = core.state(self._place.name if self._asked is None else self._asked)
             sketch = unwrapped(_sketch(core, self.state), self.state.attributes)
@@ -272,15 +273,15 @@ class Reader(StorageReader):
         return metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Nothing is set up."""
+        """There is nothing to set up."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """The plan as it is, which is made now."""
+        """The plan, unchanged; it is only made now."""
         self.is_planning = False
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """The plans as they are: each rank reads what its own asks for."""
+        """The plans, unchanged: each rank reads what its own asks for."""
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
@@ -333,7 +334,7 @@ _SEVERAL = (
 
 
 def _resolved(item: WriteItem, planner: SavePlanner) -> Any:
-    """The tensor or the value that is to be saved under one name."""
+    """The tensor or the value to save under one name."""
     name = item.index.fqn
     if item.type is WriteItemType.BYTE_IO:
         return _value(item, planner)
@@ -347,14 +348,16 @@ def _resolved(item: WriteItem, planner: SavePlanner) -> Any:
 
 
 def _value(item: WriteItem, planner: SavePlanner) -> object:
-    """What is no tensor, as it is: a planner as torch's says where it stands, and of any other one what it wrote is read safely."""
+    """A value that is not a tensor, as it is. A planner that looks up as torch's does returns it; what any other planner wrote is read
+    safely.
+    """
     kind = type(planner)
     if isinstance(planner, DefaultSavePlanner) and all(getattr(kind, name) is getattr(DefaultSavePlanner, name) for name in _LOOKING_UP):
         return planner.lookup_object(item.index)
     written = planner.resolve_data(item)
     try:
         return torch.load(io.BytesIO(written.getvalue()), weights_only=True)  # type: ignore[union-attr]  # a tensor is refused as well
-    except Exception as exc:  # whatever it is, a planner of somebody's wrote it
+    except Exception as exc:  # whatever it is, a user's planner wrote it
         raise Unsupported(
             f"{item.index.fqn}: {kind.__name__} writes it in a way that only unpickling it would tell ({type(exc).__name__}): save it as"
             " plain containers, numbers and tensors"
@@ -365,7 +368,7 @@ _LOOKING_UP = ("resolve_data", "lookup_object", "transform_object")
 
 
 def _put(tree: dict[str, Any], path: Path, value: object) -> None:
-    """Put a value where it stood before the plan made it flat; numbers are places in lists."""
+    """Put a value where it stood before the plan flattened it; numbers are places in lists."""
     here: Any = tree
     for part, following in zip(path, [*path[1:], None], strict=True):
         if isinstance(part, int):
@@ -378,7 +381,7 @@ def _put(tree: dict[str, Any], path: Path, value: object) -> None:
 
 
 def _tag(core: Core, name: str, state: State) -> None:
-    """Name the state; a tag of that name is of an earlier save under it, and moves."""
+    """Tag the state; a tag of that name is of an earlier save under it, and moves."""
     with core.writing() as session:
         try:
             found = refs.get(session, name)
@@ -394,7 +397,7 @@ def _tag(core: Core, name: str, state: State) -> None:
 
 
 def _sketch(core: Core, state: State) -> Any:
-    """A state's tree with tensors without bytes: what is where, of which shape and type."""
+    """A state's tree with tensors that have no bytes: which tensor is where, and its shape and type."""
     with core.open_payload(state) as reader:
         content = reader.manifest.content
         tensors = [torch.empty(spec.shape, dtype=dtype_of(spec.dtype), device="meta") for spec in specs_of(reader)]
@@ -402,7 +405,7 @@ def _sketch(core: Core, state: State) -> Any:
 
 
 def _planned(tree: Any, *, is_flat: bool) -> tuple[DefaultSavePlanner, Metadata]:
-    """The planner that has looked at a tree as a save of it would, and what it planned."""
+    """The planner that has looked at a tree as a save of it would, and its plan."""
     planner = DefaultSavePlanner(flatten_state_dict=not is_flat)
     planner.set_up_planner(tree if isinstance(tree, dict) else {"checkpoint": tree}, is_coordinator=True)
     metadata = planner.create_global_plan([planner.create_local_plan()])[1]
@@ -410,7 +413,7 @@ def _planned(tree: Any, *, is_flat: bool) -> tuple[DefaultSavePlanner, Metadata]
 
 
 def _paths(tree: Any, wanted: set[str], *, is_flat: bool, under: object) -> set[str]:
-    """Where names of a plan stand in the state."""
+    """The paths in the state of the names of a plan."""
     mappings = {name: (name,) for name in wanted} if is_flat else _planned(tree, is_flat=False)[0].mappings
     top = join("", under) if under is not None else ""
     found = set()
@@ -431,7 +434,7 @@ def _is_under(path: str, wanted: set[str]) -> bool:
 
 
 def _whole(planner: LoadPlanner) -> dict[str, Tree]:
-    """What a ``Stateful`` is to load by itself, by its name in the state dict."""
+    """The parts that a ``Stateful`` loads by itself, by their names in the state dict."""
     given = getattr(planner, "original_state_dict", None)
     return {name: part for name, part in given.items() if isinstance(part, Tree)} if isinstance(given, dict) else {}
 

@@ -1,4 +1,4 @@
-"""Live objects as one part of what torch.distributed.checkpoint saves and loads: named as a tracker names them, put back as it would."""
+"""Live objects as one part of what torch.distributed.checkpoint saves and loads: named, and restored, as by a tracker."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from datastates.objects.rng import RngState
 __all__ = ["EMPTY", "Stateful", "Tree", "leave_to"]
 
 EMPTY = "datastates: an empty dict"
-"""Stands for one, which torch would drop."""
+"""Stands for an empty dict, which torch would drop."""
 
 
 class Plans(Protocol):
@@ -27,9 +27,10 @@ class Plans(Protocol):
 
 
 class Tree(dict[str, Any]):
-    """The tree of a ``Stateful``. ``found`` is what ``Reader`` read in its place: whole, also what the objects do not have yet.
+    """The tree of a ``Stateful``. ``found`` is what ``Reader`` read in its place: the whole tree, including what the objects do not have
+    yet.
 
-    While ``Reader`` has a load planned it has no items to show: torch would ask for the sizes and names that are there now.
+    While ``Reader`` has a load planned, the tree shows no items: torch would ask for the names and sizes that are there now.
     """
 
     def __init__(self, found: Mapping[str, Any]) -> None:
@@ -40,7 +41,7 @@ class Tree(dict[str, Any]):
         _made.add(self)
 
     def items(self) -> Any:
-        """What it holds, unless it is left to the reader."""
+        """The items of the tree, unless they are left to the reader."""
         reader = None if self._reader is None else self._reader()
         return {}.items() if reader is not None and reader.is_planning else super().items()
 
@@ -59,14 +60,14 @@ _made: weakref.WeakSet[Tree] = weakref.WeakSet()
 
 
 def leave_to(reader: Plans) -> None:
-    """The trees that torch has asked for, on this thread, are left to this reader for as long as it has a load planned."""
+    """Leave the trees that torch has asked for, on this thread, to this reader for as long as it has a load planned."""
     for tree in list(_made):
         if tree._thread == threading.get_ident():  # another thread may be saving
             tree._reader = weakref.ref(reader)
 
 
 class Stateful:
-    """Objects that ``dcp.save`` and ``dcp.load`` take as one, in place of a class of your own with ``get_state_dict`` and the like.
+    """Objects that ``dcp.save`` and ``dcp.load`` take as one, instead of your own class with ``get_state_dict`` and the like.
 
         from datastates.integrations.dcp import Reader, Stateful, Writer
 
@@ -74,11 +75,11 @@ class Stateful:
         dcp.save({"app": app}, storage_writer=Writer(repo, branch="saved"))
         dcp.load({"app": app}, storage_reader=Reader(repo, "saved"))
 
-    Parameters of optimizers go by their names, and the global random number generators are saved too, unless ``rng=False``. Loading by
-    ``Reader`` makes the state of an optimizer that has not stepped yet, and changes nothing unless everything fits. ``report`` says what
-    was restored. Readers of torch's own load what is there already, tensor by tensor, and refuse an optimizer that has not stepped.
+    Parameters of optimizers are keyed by their names, and the global random number generators are saved too, unless ``rng=False``. Loading
+    by ``Reader`` makes the state of an optimizer that has not stepped yet, and changes nothing unless everything fits. ``report`` says what
+    was restored. Torch's own readers load tensor by tensor into what is there already, and refuse an optimizer that has not stepped.
 
-    :param rng: whether the global random number generators belong to it.
+    :param rng: whether the global random number generators are included.
     :param objects: anything that ``Repository.track`` takes.
     :raises InvalidInput: an object cannot be tracked.
     """
@@ -97,7 +98,7 @@ class Stateful:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Put a tree into the objects.
 
-        :raises InvalidInput: it does not fit; with what ``Reader`` read, nothing was changed.
+        :raises InvalidInput: the tree does not fit; if ``Reader`` read it, nothing was changed.
         """
         found = state_dict.found if isinstance(state_dict, Tree) else None
         self.report = restore_into(self._objects, _unmarked(state_dict if found is None else found))

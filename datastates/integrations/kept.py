@@ -1,7 +1,7 @@
-"""Repositories that are opened by their folder for one call, and stay open for the next ones of a loop.
+"""Repositories that are opened by their folder for one call, and stay open for the next calls of a loop.
 
-Whatever was saved through one is durable before the call returns, so nothing depends on when it is closed: ``IDLE_S`` seconds after
-the last call, or at the exit.
+Everything saved through one is durable before the call returns, so nothing depends on when it is closed: ``IDLE_S`` seconds after
+the last call, or at exit.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from datastates.system.interrupts import Mutex
 __all__ = ["IDLE_S", "let_go", "opened"]
 
 IDLE_S = 10.0
-"""So long after its last use a repository is closed, and gives its memory back."""
+"""How long after its last use, in seconds, a repository is closed and gives its memory back."""
 
 _Key = tuple[str, int, int]
 
 
 @dataclass(eq=False)
 class _Kept:
-    """A repository that is open, and who uses it."""
+    """An open repository and its users."""
 
     repository: Repository
     users: int = 0
@@ -43,9 +43,9 @@ _owner = os.getpid()
 
 @contextmanager
 def opened(folder: str, *, must_exist: bool = False) -> Iterator[Repository]:
-    """The repository of a folder, for as long as the block lasts; made if it is not there.
+    """The repository of a folder, open for as long as the block lasts; made if it does not exist.
 
-    :raises NotFound: with ``must_exist``, there is none.
+    :raises NotFound: it does not exist, with ``must_exist``.
     """
     location = locate(folder, must_exist=must_exist)
     root = location.root
@@ -71,7 +71,7 @@ def let_go() -> None:
 
 def _take(root: Path) -> _Kept:
     global _owner
-    if _owner != os.getpid():  # what the parent opened is the parent's
+    if _owner != os.getpid():  # the parent owns what it opened
         _owner = os.getpid()
         _kept.clear()
     kept = None if (key := _key(root)) is None else _kept.get(key)
@@ -89,7 +89,7 @@ def _take(root: Path) -> _Kept:
 
 
 def _key(root: Path) -> _Key | None:
-    """A repository, and not one that took its place."""
+    """The identity of a repository, so that another one that took its place is not mistaken for it."""
     try:
         found = (root / DATABASE).stat()
     except OSError:

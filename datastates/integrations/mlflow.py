@@ -27,7 +27,7 @@ except ImportError as exc:
 
 __all__ = ["MlflowLog"]
 
-_AT_ONCE = 1000  # metrics in one request, as MLflow bounds it
+_AT_ONCE = 1000  # metrics in one request: MLflow's limit
 _PARAMS = 100
 _LONGEST = 5000
 _ODD = re.compile(r"[^\w\-. /:]")
@@ -36,13 +36,13 @@ _ODD = re.compile(r"[^\w\-. /:]")
 class MlflowLog(Beside):
     """A run of MLflow beside one training; ``id`` is its run id.
 
-    A training that is resumed goes on in the run that it had; a fork has a run of its own, whose parent is that of the branch it left. The
-    run has the configuration as params, and our repository, branch, training and newest state as tags. It ends with the training.
+    A resumed training continues in the run that it had. A fork has a run of its own, whose parent is the run of the branch that it left.
+    The run has the configuration as params, and our repository, branch, training and newest state as tags. It ends with the training.
 
     :param tracker: the training.
-    :param experiment: the name of the experiment, which is made where it is missing; None: as MLflow is set.
-    :param into: the id of a run of yours to log to, such as ``mlflow.active_run().info.run_id``; it is yours to end.
-    :param client: where its runs are; None: where MLflow's tracking URI says.
+    :param experiment: the name of the experiment, which is made if it does not exist; None: the experiment that MLflow is set to.
+    :param into: the id of a run of yours to log to, such as ``mlflow.active_run().info.run_id``; you end it.
+    :param client: the client of the server that has the runs; None: that of MLflow's tracking URI.
     """
 
     kind = "mlflow"
@@ -102,5 +102,5 @@ class MlflowLog(Beside):
 
 
 def _key(name: str) -> str:
-    """A name in the letters that MLflow takes."""
+    """A name in the characters that MLflow accepts."""
     return _ODD.sub("_", name)

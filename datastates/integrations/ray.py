@@ -1,4 +1,4 @@
-"""Checkpoints of Ray Train and Ray Tune that only name a state, and what a training function does to have them.
+"""Checkpoints of Ray Train and Ray Tune that only name a state, and the calls with which a training function makes them.
 
     def train(config):  # given to a Tuner, or to a TorchTrainer
         model, optimizer = build(config)
@@ -6,13 +6,13 @@
             while run.step < 100:
                 report(run, {"loss": train_step(model, optimizer)})
 
-A trial of Tune is a branch, and so is each worker of Train. What Ray carries about is a folder with a file of a few lines:
+A trial of Tune is a branch, and so is each worker of Train. Ray carries only a folder with a file of a few lines:
 
     datastates.json      {"repository": …, "state": uid, "branch": …, "owner": whose branch that is}; datastates.1.json for the worker of
     rank 1
 
-A trial that is started again goes on from the state that its newest checkpoint names. One that takes over another's checkpoint, as
-population based training has it do, goes on in a new branch that forks from the other's state.
+A trial that is restarted goes on from the state that its newest checkpoint names. A trial that takes over another's checkpoint, as
+population based training does, goes on in a new branch that forks from the other's state.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _TRIAL = "ray.trial"
 
 
 class Named(msgspec.Struct, frozen=True):
-    """What a checkpoint of Ray names: a state, and where it is. ``owner`` is the trial or worker whose ``branch`` it is on."""
+    """What a checkpoint of Ray names: a state, and its repository. ``owner`` is the trial or worker that owns ``branch``."""
 
     repository: str
     state: str
@@ -59,7 +59,7 @@ class Named(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class _Worker:
-    """Whom this function runs for: a trial of Tune, or a worker of Train."""
+    """The trial of Tune, or the worker of Train, for which this function runs."""
 
     name: str
     rank: int
@@ -67,7 +67,7 @@ class _Worker:
 
     @property
     def owner(self) -> str:
-        """Its name among all that share a repository, and that of its first branch."""
+        """Its name, unique among all that share a repository, which is also the name of its first branch."""
         return self.name if self.rank == 0 else f"{self.name}/rank-{self.rank}"
 
     @property
@@ -77,7 +77,7 @@ class _Worker:
 
     @classmethod
     def here(cls) -> _Worker:
-        """Whoever calls this.
+        """The trial or worker of the caller.
 
         :raises InvalidInput: Ray runs no training function here.
         """
@@ -97,12 +97,12 @@ class _Worker:
 def track(repository: str | os.PathLike[str] | Repository, *, branch: str | None = None, **options: Any) -> Iterator[Tracker]:
     """Track the training that Ray runs here, from the state that Ray's checkpoint names, if there is one.
 
-    Without a checkpoint a branch that exists goes on from its newest state, as by ``Repository.track``.
+    Without a checkpoint, a branch that exists goes on from its newest state, as in ``Repository.track``.
 
-    :param repository: what every worker reaches: a folder that they share, or the URL of a database; or one that is open.
-    :param branch: the name of its branch; None: experiment and trial, or the name of the run of Train.
-    :param options: what ``Repository.track`` takes: the objects, ``cadence``, ``config`` … Give ``config=config``, and set what the trial's
-        configuration says of the optimizer after this: it comes back as the state had it.
+    :param repository: a folder that all workers share, or the URL of a database that all reach, or an open repository.
+    :param branch: the name of the branch; None: experiment and trial, or the name of the run of Train.
+    :param options: what ``Repository.track`` takes: the objects, ``cadence``, ``config`` … Give ``config=config``, and apply the trial's
+        configuration to the optimizer after this call: the optimizer comes back as the state had it.
     :raises InvalidInput: Ray runs no training function here.
     :raises NotFound: Ray's checkpoint names a state of another repository.
     """
@@ -127,7 +127,7 @@ def _tracked(repo: Repository, worker: _Worker, branch: str, options: Mapping[st
 
 
 def _onwards(repo: Repository, worker: _Worker, branch: str, found: Named) -> tuple[str, str | None]:
-    """The branch on which a worker goes on from a checkpoint, and where a new one forks."""
+    """The branch on which a worker goes on from a checkpoint, and the state from which a new branch forks."""
     try:
         state = repo.state(found.state)
     except NotFound as exc:
@@ -138,13 +138,13 @@ def _onwards(repo: Repository, worker: _Worker, branch: str, found: Named) -> tu
     heads = {ref.name: ref.state for ref in repo.refs() if ref.kind is RefKind.BRANCH}
     if found.owner != worker.owner or found.branch not in heads:
         return _free(branch, heads), state.uid
-    if heads[found.branch] != state.uid:  # what was captured since then and never reported is trained again
+    if heads[found.branch] != state.uid:  # states that were captured since then and never reported are trained again
         repo.move(found.branch, state.uid, expected=heads[found.branch])
     return found.branch, None
 
 
 def _free(branch: str, heads: Mapping[str, str]) -> str:
-    """The name, or the first of it with a number that no branch has."""
+    """The name, or the first numbered form of it that no branch has."""
     number, name = 1, branch
     while name in heads:
         number += 1
@@ -155,9 +155,9 @@ def _free(branch: str, heads: Mapping[str, str]) -> str:
 def report(run: Tracker, metrics: Mapping[str, Any], *, capture: Capture | None = None, **options: Any) -> None:
     """Capture, wait until the state is on disk, and report the metrics to Ray with a checkpoint that names it.
 
-    :param run: what ``track`` gave.
+    :param run: what ``track`` returned.
     :param metrics: what Ray's ``report`` takes; the state has those of them that are numbers.
-    :param capture: one that was made already, to be named instead.
+    :param capture: a capture that was already made, to name instead.
     :param options: what else Ray's ``report`` takes.
     """
     _check(run, capture)
@@ -181,7 +181,7 @@ def _is_number(value: Any) -> TypeGuard[SupportsFloat]:
 
 @contextmanager
 def checkpoint(run: Tracker, capture: Capture) -> Iterator[Any]:
-    """A checkpoint of Ray that names a state, once that is on disk; its folder is there until the block ends."""
+    """A checkpoint of Ray that names a state, once the state is on disk; its folder exists until the block ends."""
     _check(run, capture)
     worker = _Worker.here()
     state = capture.wait("durable")
@@ -192,12 +192,12 @@ def checkpoint(run: Tracker, capture: Capture) -> Iterator[Any]:
 
 
 def named(checkpoint: Any, rank: int = 0) -> Named:
-    """What a checkpoint of Ray names, such as ``result.checkpoint``; of a rank that it does not know, what that of rank 0 does.
+    """What a checkpoint of Ray such as ``result.checkpoint`` names for a rank; for a rank that it does not know, what it names for rank 0.
 
         found = named(result.checkpoint)
         weights = datastates.open(found.repository).load(found.state, only="model")["model"]
 
-    :raises InvalidInput: it is not one of ours.
+    :raises InvalidInput: it is not a checkpoint that names a state.
     """
     if not callable(values.attribute(checkpoint, "as_directory")):
         raise InvalidInput(f"checkpoint is {values.shown(checkpoint)}: give a checkpoint of Ray, such as result.checkpoint")

@@ -1,4 +1,4 @@
-"""``save`` and ``load`` of the shape of ``torch.save`` and ``torch.load``: a file becomes a state of a branch."""
+"""``save`` and ``load``, shaped like ``torch.save`` and ``torch.load``: a file becomes a state of a branch."""
 
 from __future__ import annotations
 
@@ -43,23 +43,23 @@ def save(
     message: str | None = None,
     attributes: Mapping[str, Value] | None = None,
 ) -> str:
-    """Make an object the next state of a branch, as ``torch.save`` writes it to a file; its uid, once it is on disk.
+    """Make an object the next state of a branch, as ``torch.save`` writes it to a file; returns its uid once the state is on disk.
 
         uid = datastates.save({"model": model.state_dict(), "epoch": 3}, "runs/main")
 
-    The object is what ``torch.save`` is usually given: containers, tensors, arrays, numbers, texts. Nothing is pickled. The repository
-    is opened, made if it is not there, and closed some seconds after the last call.
+    The object is of the kind that ``torch.save`` usually gets: containers, tensors, arrays, numbers, texts. Nothing is pickled. The
+    repository is opened (and made if it does not exist), and closed some seconds after the last call.
 
-    :param obj: the object; a module, an optimizer or the like is given as its ``state_dict()``.
+    :param obj: the object; pass a module, an optimizer or the like as its ``state_dict()``.
     :param to: the repository's folder and the branch, such as ``"runs/main"``; with ``repo`` the branch alone.
     :param repo: a repository that is open.
     :param start: the state that the branch forks from, if it is new.
-    :param step: None: the number under ``"step"`` or ``"global_step"`` in the object; without one, one further than the branch.
+    :param step: None: the number under ``"step"`` or ``"global_step"`` in the object; without one, the branch's step plus one.
     :param metrics: numbers to find the state by.
     :param message: a text for people.
     :param attributes: plain values to find the state by.
     :raises InvalidInput: a part of the object cannot be stored; names its path. Nothing was saved.
-    :raises Conflict: the name is a tag's, or the branch does not descend from ``start``.
+    :raises Conflict: the name is that of a tag, or the branch does not descend from ``start``.
     """
     _refuse_live(obj)
     tree, name = wrapped(obj)
@@ -81,18 +81,18 @@ def load(
     map_location: torch.device | str | None = None,
     repo: Repository | None = None,
 ) -> Any:
-    """The object that was saved, or the tree of any other state, as ``torch.load`` reads it from a file; each byte is checked.
+    """The object that was saved, or the tree of any other state, as ``torch.load`` reads it from a file. Each byte is checked.
 
         datastates.save({"model": model.state_dict()}, "saved/main")
         model.load_state_dict(datastates.load("saved/main")["model"])
 
-    Nothing is unpickled, whatever the repository holds. Containers are of the types that they had. Tensors are plain ones that want no
-    gradient, on the CPU unless ``map_location`` says otherwise, with the dtype and the strides that they had; those that were the same
-    memory under two names are one tensor again.
+    Nothing is unpickled, whatever the repository holds. Containers have the types that they had. Tensors are plain ones that require no
+    gradient, on the CPU unless ``map_location`` says otherwise, with the dtype and the strides that they had; two names that shared one
+    memory are one tensor again.
 
     :raises NotFound: there is no such repository, or no such revision in it.
-    :raises Corrupt: a stored byte is wrong; names what it belongs to, and the nearest ancestor that verifies.
-    :raises Unavailable: its bytes are gone; names the nearest ancestor that has them.
+    :raises Corrupt: a stored byte is wrong; names the tensor or value that it belongs to, and the nearest ancestor that verifies.
+    :raises Unavailable: the state's bytes are gone; names the nearest ancestor that has its bytes.
     """
     device = values.optional(device_of)(map_location, "map_location")
     with _at(rev, repo, must_exist=True) as (found, revision):
@@ -102,7 +102,7 @@ def load(
 
 
 def step_in(obj: object) -> int | None:
-    """The step that an object says that it is of: a whole number under a usual name."""
+    """The step that an object records: a whole number under a usual name."""
     if not isinstance(obj, dict):
         return None
     for name in _STEPS:
@@ -116,7 +116,7 @@ def step_in(obj: object) -> int | None:
 
 @contextmanager
 def _at(where: object, repo: object, *, must_exist: bool = False) -> Iterator[tuple[object, Any]]:
-    """The repository and the name in it that were given together, or each by itself."""
+    """The repository and the name in it, given together or separately."""
     if repo is not None:
         core_of(repo)
         yield repo, where if isinstance(where, State) else values.text(where, "the name in the repository")
@@ -129,7 +129,7 @@ def _at(where: object, repo: object, *, must_exist: bool = False) -> Iterator[tu
 
 
 def _refuse_live(obj: object) -> None:
-    """What has a state of its own would be refused later, with another advice than is of use here."""
+    """Refuse an object that has a state of its own: it would be refused later, with advice that does not fit here."""
     for path, found in parts({"": obj}) if isinstance(obj, dict | list | tuple | deque) else [("the object", obj)]:
         if callable(values.attribute(found, "state_dict")):
             where = path.removeprefix("%/").removeprefix("%") or "the object"

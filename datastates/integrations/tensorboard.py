@@ -28,15 +28,16 @@ __all__ = ["TensorboardLog"]
 
 
 class TensorboardLog(Beside):
-    """A folder of events beside one training, named as its branch; ``id`` is its name in ``folder``, ``writer`` takes what else you log.
+    """A folder of events beside one training, named as its branch; ``id`` is its name in ``folder``, and ``writer`` takes what else you
+    log.
 
-    A training that is resumed goes on in the folder that it had, where the points of steps that it takes again make room for the new ones;
-    a fork has a folder of its own. The text ``datastates`` says what it is of ours, the configuration, and which run it was forked from.
-    It ends with the training.
+    A resumed training continues in the folder that it had; the new points of steps that it repeats replace the old ones. A fork has a
+    folder of its own. The text ``datastates`` names our repository, branch and training, the configuration, and the run from which it was
+    forked. Writing to it ends with the training.
 
     :param tracker: the training.
-    :param folder: where TensorBoard looks (``--logdir``).
-    :param into: a ``SummaryWriter`` of yours, instead of ``folder``; it is yours to close.
+    :param folder: the folder that TensorBoard reads (``--logdir``).
+    :param into: a ``SummaryWriter`` of yours, instead of ``folder``; you close it.
     """
 
     kind = "tensorboard"
@@ -87,5 +88,5 @@ def _writer(folder: Path, purge_step: int | None = None) -> SummaryWriter:
 
 
 def _table(told: Mapping[str, object]) -> str:
-    """Markdown, as TensorBoard shows texts."""
+    """The values as Markdown, in which TensorBoard shows texts."""
     return "\n".join(["| | |", "|---|---|", *(f"| {key} | {value} |" for key, value in told.items())])

@@ -1,7 +1,7 @@
-"""What is done at the places of one Trainer's loop where no callback is asked; and which Trainer a callback belongs to.
+"""Hooks at the places of one Trainer's loop where no callback is asked; and the search for the Trainer that a callback belongs to.
 
-A callback cannot say where a Trainer begins: epochs and batches are counted in variables of its loop, which read a checkpoint's folder.
-``Hooks`` are therefore put over methods of the one Trainer that has the callback, as a subclass of it would do; its class stays as it is.
+A callback cannot say where a Trainer begins: the loop counts epochs and batches in local variables, which it reads from a checkpoint's
+folder. ``Hooks`` therefore override methods of the one Trainer that has the callback, as a subclass would; its class stays as it is.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _FILE = "trainer_state.json"
 
 
 class Follower(Protocol):
-    """The callback, as its hooks see it. ``is_reseeded``: the random numbers of the state are not to come back."""
+    """The callback, as its hooks see it. ``is_reseeded``: the random numbers of the state must not come back."""
 
     branch: str
     replay: bool
@@ -53,10 +53,10 @@ class Follower(Protocol):
 
 
 class Hooks:
-    """Over the methods of ``trainer``, each of which still does its work. Everything belongs to the training thread.
+    """Hooks over the methods of ``trainer``; each method still does its work. Everything belongs to the training thread.
 
-    ``told`` is what the Trainer is to begin with, as its own file says it; None where it begins from nothing. ``rng`` are the random
-    numbers of the state that was restored, until the loop has come to where it was captured. ``folder`` stands for that state.
+    ``told`` is where the Trainer should begin, in the form of its own file; None if it begins from nothing. ``rng`` holds the random
+    numbers of the restored state until the loop has reached the place where it was captured. ``folder`` stands for that state.
     """
 
     def __init__(self, trainer: Any, callback: Follower) -> None:
@@ -105,7 +105,7 @@ class Hooks:
             self.callback.end(error)
 
     def load_from_checkpoint(self, own: Any, folder: str, *args: Any, **options: Any) -> Any:
-        """The weights come from the state, once the optimizer is there too."""
+        """Leave the weights to the state, which is restored once the optimizer exists too."""
         return None if folder == self.folder else own(folder, *args, **options)
 
     def init_training_state(self, own: Any, *args: Any, **options: Any) -> tuple[int, int]:
@@ -130,7 +130,7 @@ class Hooks:
         return epoch, batches
 
     def _is_stopped_early(self) -> bool:
-        """Whether the callback that ended the training would do so again."""
+        """Whether the callback that ended the training would end it again."""
         saved = self.trainer.state.stateful_callbacks.get(EarlyStoppingCallback.__name__, {})
         count = saved.get("attributes", {}).get("early_stopping_patience_counter", 0) if isinstance(saved, dict) else 0
         stopping = (each for each in self.trainer.callback_handler.callbacks if isinstance(each, EarlyStoppingCallback))
@@ -139,7 +139,7 @@ class Hooks:
     # --- the data ----------------------------------------------------------------------------------------------------------
 
     def begin_epoch(self, loader: Any) -> None:
-        """An epoch is about to begin."""
+        """Called when an epoch is about to begin."""
         loop = self.callback.loop
         self._is_after_epoch = False
         loop.epoch += 1
@@ -152,7 +152,7 @@ class Hooks:
             loop.turn.recall(place.get("left", {}))
         for part in (loader, getattr(getattr(loader, "batch_sampler", None), "batch_sampler", None)):
             if part is not None and hasattr(part, "set_epoch"):
-                part.set_epoch(loop.epoch)  # as the Trainer is about to do: it is of what the order depends on
+                part.set_epoch(loop.epoch)  # as the Trainer is about to do: the order depends on it
         batches, self._begun_after = self._begun_after, 0
         loop.turn.watch(batches)
         if batches and self.callback.replay and place.get("form") == loop.form:
@@ -164,7 +164,7 @@ class Hooks:
         return int(args.seed if args.data_seed is None else args.data_seed)
 
     def end_epoch(self, control: Any) -> None:
-        """It is over, and a state from here on goes on with the next one; unless the training was stopped within it."""
+        """Called when an epoch is over: a state from here on goes on with the next one, unless the training was stopped within it."""
         loop = self.callback.loop
         self._is_after_epoch = True
         is_stopped = control.should_training_stop and not control.should_epoch_stop
@@ -190,13 +190,13 @@ class Hooks:
         return found
 
     def _read_again(self, loader: Any, stored: dict[str, Any]) -> Iterator[Any]:
-        """The batches that are left of the epoch, as they would have been: those before are read once more, with their random numbers.
+        """The rest of the epoch's batches, as they would have been: the earlier ones are read once more, with their random numbers.
 
-        Accelerate's loaders read one batch ahead, when the last one is handed out: after the random numbers of the steps before it.
+        Accelerate's loaders read one batch ahead when they hand out the last one: after the random numbers of the steps before it.
         """
         turn, place, (count, rng) = self.callback.loop.turn, stored["place"], stored["before"]
         assert turn is not None, "within an epoch"
-        begun = {key: value for key, value in place.items() if key != "before_ahead"}  # that is of its last batch, not of this one
+        begun = {key: value for key, value in place.items() if key != "before_ahead"}  # that is of the state's last batch, not of this one
         batches = turn.go_on({**begun, "batches": count}, None)
         RngState().load_state_dict(rng)
         for _ in range(place["batches"] - count):
@@ -205,7 +205,7 @@ class Hooks:
         return batches or iter(())
 
     def load_rng_state(self, own: Any, folder: str | None) -> None:
-        """The random numbers of the state: at the beginning of an epoch, or once the batches before it were skipped."""
+        """Put back the random numbers of the state: at the beginning of an epoch, or once the batches before its place were skipped."""
         if folder is None or folder != self.folder:
             own(folder)
         else:
@@ -219,25 +219,25 @@ class Hooks:
     # --- what is kept ------------------------------------------------------------------------------------------------------
 
     def maybe_log_save_evaluate(self, own: Any, *args: Any, **options: Any) -> None:
-        """After an epoch's last log, evaluation and save its last step is captured."""
+        """Capture the last step of an epoch after its last log, evaluation and save."""
         own(*args, **options)
         if self._is_after_epoch:
             self.callback.capture_if_due(is_end=self.trainer.control.should_training_stop)
 
     def save_checkpoint(self, own: Any, *args: Any, **options: Any) -> None:
-        """A folder, if folders are wanted."""
+        """Write a checkpoint folder, if folders are wanted."""
         if self.callback.folders:
             own(*args, **options)
 
 
 def _is_whole(turn: Pass) -> bool:
-    """Whether every batch of an epoch was used; False where nobody knows how many there are."""
+    """Whether every batch of an epoch was used; False if the number of batches is not known."""
     length = turn.place["length"]
     return isinstance(length, int) and turn.batches >= length
 
 
 def trainer_around(callback: object) -> Any:
-    """The Trainer that calls this event of ``callback``, which is told everything but that; None where there is none."""
+    """The Trainer that calls this event of ``callback``, which gets everything but its Trainer; None if there is none."""
     frame = sys._getframe(1)
     while frame is not None:
         found = frame.f_locals.get("self")
@@ -250,7 +250,7 @@ def trainer_around(callback: object) -> Any:
 
 @contextmanager
 def _without_evaluation_at_start(args: Any) -> Iterator[None]:
-    """The training that never stopped evaluated at its start, and not here."""
+    """Switch off the evaluation at the start: the training that never stopped evaluated at its own start, and not here."""
     before, args.eval_on_start = args.eval_on_start, False
     try:
         yield

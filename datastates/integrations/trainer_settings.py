@@ -1,4 +1,4 @@
-"""What ``TrainingArguments`` say: as a configuration to record; and, where they say something new, to what was restored."""
+"""The values of ``TrainingArguments``: as a configuration to record, and applied to restored objects where they differ."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def configuration_of(args: Any, more: object) -> dict[str, object]:
 
 
 def changes(args: Any, before: Mapping[str, Any]) -> dict[str, tuple[object, object]]:
-    """What the arguments say otherwise than those with which the state was captured: both values, by name."""
+    """The arguments that differ from those with which the state was captured: both values, by name."""
     now = configuration(configuration_of(args, None))
     return {name: (before[name], now[name]) for name in _WATCHED if name in before and name in now and before[name] != now[name]}
 
@@ -38,7 +38,7 @@ class Settings:
         self._rates = [_number(rate) for rate in getattr(scheduler, "base_lrs", ())]
 
     def put_back(self, changed: Mapping[str, object]) -> None:
-        """Set what ``changed`` names: a state was restored meanwhile, which brought its own."""
+        """Set what ``changed`` names again: a state was restored meanwhile, which brought its own values."""
         for group, made in zip(self._optimizer.param_groups, self._groups, strict=True):
             for option in {_OPTIONS[name] for name in changed if name in _OPTIONS} & made.keys():
                 group[option] = made[option]
@@ -46,7 +46,9 @@ class Settings:
             self._put_rates()
 
     def _put_rates(self) -> None:
-        """The new curve, where the schedule has come to; one that has no curve begins anew from the new rate."""
+        """Set the rate of the new curve at the point that the schedule has reached; a schedule without a curve begins anew from the new
+        rate.
+        """
         scheduler = self._scheduler
         scheduler.base_lrs = list(self._rates)
         curves = getattr(scheduler, "lr_lambdas", None)

@@ -1,4 +1,4 @@
-"""What a Trainer of transformers has in its hands between two steps, as one object to track."""
+"""What a Trainer of transformers holds between two steps, as one object to track."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from datastates.objects.passes import Pass
 __all__ = ["LOOP", "TrainerLoop"]
 
 LOOP = "trainer"
-"""The top-level name under which a state says where its Trainer stood."""
+"""The top-level name under which a state records where its Trainer stood."""
 
 _LEAST_CAPACITY = 4096
 _SUMS, _TOKENS = "_metrics", "_total_train_tokens"
@@ -25,10 +25,10 @@ _SUMS, _TOKENS = "_metrics", "_total_train_tokens"
 class TrainerLoop:
     """The loop of one Trainer: its ``TrainerState``, control and callbacks, the loss since the last log, the place in the data.
 
-    ``epoch`` is the one that runs, or ran last; ``turn`` is its pass over the data, None between two epochs, and ``left`` is then what the
-    last one leaves for the next. ``before`` says how many batches were used before those of the newest step, and the random numbers then.
-    ``best`` is the uid of the best state.
-    ``TrainerState`` is not put back by ``load_state_dict``: the Trainer itself reads it, from ``told``.
+    ``epoch`` is the epoch that runs, or ran last. ``turn`` is its pass over the data, or None between two epochs; ``left`` is then what the
+    last pass leaves for the next. ``before`` holds how many batches were used before those of the newest step, and the random numbers then.
+    ``best`` is the uid of the best state. ``load_state_dict`` does not put ``TrainerState`` back: the Trainer itself reads it, from
+    ``told``.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -42,7 +42,7 @@ class TrainerLoop:
 
     @property
     def form(self) -> list[object]:
-        """What a count of batches depends on."""
+        """The settings that decide what a count of batches means."""
         args = self.trainer.args
         found: list[object] = [self.trainer._train_batch_size, args.gradient_accumulation_steps, args.dataloader_drop_last]
         return found if args.world_size == 1 else [*found, args.world_size]
@@ -68,10 +68,10 @@ class TrainerLoop:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Put the sums back that the Trainer keeps between two logs. It has read its ``TrainerState``, and is about to begin."""
+        """Put back the sums that the Trainer keeps between two logs. The Trainer has read its ``TrainerState``, and is about to begin."""
         trainer = self.trainer
         trainer._tr_loss = state["tr_loss"].detach().clone().to(trainer._tr_loss.device)
-        trainer._total_loss_scalar = -float(trainer._tr_loss)  # what was lost before this call is not of its mean
+        trainer._total_loss_scalar = -float(trainer._tr_loss)  # the loss before this call does not count in its mean
         trainer._globalstep_last_logged = state["last_logged"]
         trainer.current_flos = state["flos"]
         self.best = state["best"]
@@ -87,7 +87,9 @@ class TrainerLoop:
 
 
 class _History:
-    """The log as lines of JSON in one tensor; what is there is not written again, and room is doubled, so that its layout stays."""
+    """The log as lines of JSON in one tensor. Lines that are there are not written again, and the room doubles, so that the layout
+    stays.
+    """
 
     def __init__(self) -> None:
         self._tensor = torch.zeros(_LEAST_CAPACITY, dtype=torch.uint8)
@@ -119,7 +121,7 @@ def _plain_state(trainer: Any) -> dict[str, Any]:
 
 
 def _callback_states(trainer: Any) -> dict[str, Any]:
-    """In the form in which the Trainer writes them: one state by the name of a class, or a list of several."""
+    """The callbacks' states in the Trainer's own form: one state under the name of a class, or a list of several."""
     found: dict[str, list[Any]] = {}
     for callback in _exportable(trainer):
         found.setdefault(type(callback).__name__, []).append(callback.state())
@@ -131,18 +133,18 @@ def _exportable(trainer: Any) -> list[Any]:
 
 
 def _saved_callbacks(trainer: Any, state: Mapping[str, Any]) -> list[tuple[Any, dict[str, Any]]]:
-    """The callbacks, and what each had come to; what they were made with stays as it is now."""
+    """The callbacks, with the attributes that each had reached; what they were made with stays as it is now."""
     saved = {name: [*states] if isinstance(states, list) else [states] for name, states in state["stateful_callbacks"].items()}
     callbacks = [each for each in _exportable(trainer) if not isinstance(each, TrainerControl)]
     return [(each, waiting.pop(0)["attributes"]) for each in callbacks if (waiting := saved.get(type(each).__name__))]
 
 
 def _meters(trainer: Any) -> str:
-    """What TRL's trainers sum up between two logs."""
+    """The sums that TRL's trainers keep between two logs."""
     found = {name: getattr(trainer, name) for name in (_SUMS, _TOKENS) if hasattr(trainer, name)}
     try:
         return json.dumps(found)
-    except (TypeError, ValueError):  # another trainer's own, of another kind
+    except (TypeError, ValueError):  # another trainer's own attribute, of another kind
         return "{}"
 
 
@@ -157,5 +159,5 @@ def _put_meters(trainer: Any, found: Mapping[str, Any]) -> None:
 
 
 def _plain(value: Any) -> object:
-    """A number of NumPy, or a tensor of one."""
+    """The plain number of a NumPy number, or of a tensor of one element."""
     return value.item() if callable(getattr(value, "item", None)) else str(value)

@@ -1,4 +1,4 @@
-"""A Trainer of transformers, TRL's too, with a lineage: one callback captures its steps, and begins again where the branch stands.
+"""A Trainer of transformers or TRL with a lineage: one callback captures its steps, and begins again where the branch stands.
 
 trainer = Trainer(model, args, train_dataset=data, callbacks=[DatastatesCallback("runs")])
 trainer.train()  # the same script started again goes on where it stopped, bit for bit
@@ -38,7 +38,7 @@ __all__ = ["DatastatesCallback"]
 _logger = logging.getLogger(__name__)
 
 _ALIKE = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
-"""Each process has the whole model: it trains alone, or under DistributedDataParallel."""
+"""Types in which each process has the whole model: it trains alone, or under DistributedDataParallel."""
 
 _OPTIONS = frozenset(signature(Repository.track).parameters) - {"self", "more", "branch", "start", "objects", "config"}
 
@@ -46,23 +46,23 @@ _OPTIONS = frozenset(signature(Repository.track).parameters) - {"self", "more", 
 class DatastatesCallback(TrainerCallback):  # type: ignore[misc]  # mypy is told to skip transformers
     """Captures each step of the Trainer that it is given to; ``train()`` then begins where ``branch`` stands.
 
-    Everything that the next step depends on is captured: model, optimizer, schedule, scaler, random numbers, the order of the data and the
-    place in it, the Trainer's own state with its log, its best metric and that of callbacks such as early stopping. A state is complete:
-    the evaluation and the log of its step are in it. ``trainer.train(resume_from_checkpoint="main~3")`` takes a revision too.
+    Everything on which the next step depends is captured: model, optimizer, schedule, scaler, random numbers, the order of the data and the
+    place in it, the Trainer's own state with its log and best metric, and the state of callbacks such as early stopping. A state is
+    complete: it includes the evaluation and the log of its step. ``trainer.train(resume_from_checkpoint="main~3")`` accepts a revision too.
 
-    Arguments that ``TrainingArguments`` say otherwise than the state was trained with win over it: the learning rate and its schedule,
-    weight decay, betas, and the seed.
+    ``TrainingArguments`` that differ from those with which the state was trained win over it: the learning rate and its schedule, weight
+    decay, betas, and the seed.
 
-    :param repo: the repository, or where it is; it is opened then.
+    :param repo: the repository, or where it is; it is then opened.
     :param branch: the branch that captures move; one that exists is resumed.
     :param start: the state from which a new branch forks.
-    :param every: each so many steps are captured, and the last, and each that is the best so far where the best is to be loaded.
-    :param replay: whether a training that goes on within an epoch reads once more what it had used of it, so that whatever draws random
-        numbers while data is read draws the same ones. False skips by index: quick, and as exact where nothing draws.
+    :param every: every n-th step is captured, as are the last step and, if the best is to be loaded, each that is the best so far.
+    :param replay: whether a training that goes on within an epoch reads once more the batches that it had used, so that code that draws
+        random numbers while data is read draws the same ones. False skips by index: quick, and as exact if nothing draws.
     :param folders: whether the Trainer also writes its own checkpoint folders, as ``save_strategy`` says.
-    :param objects: what is tracked besides, by name, such as an average of the weights.
-    :param config: what is recorded besides the ``TrainingArguments``.
-    :param options: of ``Repository.track``, such as ``cadence``, ``retention`` and ``resume``. ``only`` says what a fork takes of
+    :param objects: further objects to track, by name, such as an average of the weights.
+    :param config: the configuration to record besides the ``TrainingArguments``.
+    :param options: options of ``Repository.track``, such as ``cadence``, ``retention`` and ``resume``. ``only`` says what a fork takes of
         ``start``; with ``"model"`` the training begins with its first step.
     """
 
@@ -105,20 +105,21 @@ class DatastatesCallback(TrainerCallback):  # type: ignore[misc]  # mypy is told
 
     @property
     def best(self) -> State | None:
-        """The state that ``load_best_model_at_end`` loads; None where the Trainer has none, or does not look for one."""
+        """The state that ``load_best_model_at_end`` loads; None if the Trainer has none, or does not look for one."""
         return None if self._loop is None or self._loop.best is None else self.repo.state(self._loop.best)
 
     @property
     def loop(self) -> TrainerLoop:
-        """The loop of the Trainer; nothing of it is promised to users."""
+        """The loop of the Trainer; not part of the public interface."""
         assert self._loop is not None, "a hook is called by a Trainer"
         return self._loop
 
     def attach(self, trainer: Any) -> None:
-        """Belong to ``trainer``. Needed only for a callback that is added later than by ``Trainer(callbacks=[…])``, and before ``train()``.
+        """Attach the callback to ``trainer``. Needed only if it was added later than by ``Trainer(callbacks=[…])``, and then before
+        ``train()``.
 
-        :raises Conflict: it belongs to another one.
-        :raises InvalidInput: it is no Trainer, or has a callback of this kind already.
+        :raises Conflict: it belongs to another Trainer.
+        :raises InvalidInput: ``trainer`` is not a Trainer, or already has a callback of this kind.
         :raises Unsupported: this version of transformers is not known.
         """
         if not isinstance(trainer, Trainer):
@@ -135,7 +136,7 @@ class DatastatesCallback(TrainerCallback):  # type: ignore[misc]  # mypy is told
     # --- where it begins ---------------------------------------------------------------------------------------------------
 
     def set_out(self, asked: Any, *, trial: object) -> Any:
-        """Find where ``train(resume_from_checkpoint=asked)`` begins; returns what the Trainer is to be asked for itself."""
+        """Find where ``train(resume_from_checkpoint=asked)`` begins; returns what the Trainer itself should be asked for."""
         assert self._hooks is not None
         _refuse(self._hooks.trainer, trial)
         self._is_beginning, self.is_reseeded, self._back = True, False, None
@@ -174,24 +175,24 @@ class DatastatesCallback(TrainerCallback):  # type: ignore[misc]  # mypy is told
             raise type(exc)(f"resume_from_checkpoint is {str(asked)!r}, which is no folder of a checkpoint and no state: {exc}") from exc
 
     def _stored_loop(self, state: State) -> Any:
-        """What the state says of its Trainer; None where it is of no Trainer: its model is taken."""
+        """The Trainer's loop in the state; None if the state is not of a Trainer: then its model is taken."""
         args = self.loop.trainer.args
         rank = args.process_index if state.world_size == args.world_size else 0
         try:
             return self.repo.load(state, only=LOOP, rank=rank)[LOOP]
-        except InvalidInput:  # it selects nothing
+        except InvalidInput:  # the state has no such part
             return None
 
     # --- events ------------------------------------------------------------------------------------------------------------
 
     def on_init_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-        """The Trainer is made."""
+        """Called when the Trainer is made."""
         trainer = trainer_around(self)
         if trainer is not None:
             self.attach(trainer)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-        """Everything is made and prepared: track it, and put it where the branch stands."""
+        """Called when everything is made and prepared: track it, and restore it to where the branch stands."""
         if not self._is_beginning:
             self._begin_late()
         assert self._hooks is not None
@@ -225,12 +226,12 @@ class DatastatesCallback(TrainerCallback):  # type: ignore[misc]  # mypy is told
             _warn(self.branch, _inexact(args, more["train_dataloader"], self.replay))
 
     def _of_ranks(self, size: int) -> dict[str, Any]:
-        """The options of ``track``; of several processes each has its own loop: the loss since the last log, the place in its share."""
+        """The options of ``track``. With several processes each has its own loop: the loss since the last log, the place in its share."""
         own = self._options.get("own", ())
         return self._options if size == 1 else {**self._options, "own": [LOOP, *([own] if isinstance(own, str) else own)]}
 
     def _begin_late(self) -> None:
-        """The callback was added to a Trainer that had been made: too late, unless there is nothing to go on from."""
+        """The callback was added after the Trainer was made: that is too late, unless there is nothing to go on from."""
         trainer = trainer_around(self)
         origin = origin_of(self.repo.core, self.branch, self.start, resume=self._resume)
         if trainer is None or origin.state is not None:
@@ -256,25 +257,25 @@ class DatastatesCallback(TrainerCallback):  # type: ignore[misc]  # mypy is told
             say(f"branch {self.branch}: {said}, as TrainingArguments say now")
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-        """Keep what leads back to the beginning of its data."""
+        """Note the beginning of the epoch's data, so that a resume can return to it."""
         if self._hooks is not None:
             self._hooks.begin_epoch(more["train_dataloader"])
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-        """The next state goes on with another epoch."""
+        """Note that the next state goes on with another epoch."""
         if self._hooks is not None:
             self._hooks.end_epoch(control)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Mapping[str, Any] | None = None, **more: Any) -> None:
-        """Numbers become metrics of the state of this step."""
+        """Take numbers of the log as metrics of the state of this step."""
         self._metrics.update(_numbers(logs or {}))
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Mapping[str, Any] | None = None, **more: Any) -> None:
-        """Likewise."""
+        """Take numbers of the evaluation likewise."""
         self._metrics.update(_numbers(metrics or {}))
 
     def on_train_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-        """The last states are recorded; the best model comes back, unless the Trainer has loaded it from a folder."""
+        """Record the last states. The best model is restored, unless the Trainer has loaded it from a folder."""
         self.end(None)
         best = self.loop.best
         if self._run is None or not args.load_best_model_at_end or state.best_model_checkpoint is not None or best is None:
@@ -287,7 +288,7 @@ class DatastatesCallback(TrainerCallback):  # type: ignore[misc]  # mypy is told
     # --- captures ----------------------------------------------------------------------------------------------------------
 
     def capture_if_due(self, *, is_end: bool = False) -> None:
-        """Capture the newest step, if it is complete, was not captured, and is to be."""
+        """Capture the newest step if it is complete, was not captured, and is due."""
         assert self._hooks is not None
         run, trainer = self._run, self._hooks.trainer
         state = trainer.state
@@ -302,7 +303,7 @@ class DatastatesCallback(TrainerCallback):  # type: ignore[misc]  # mypy is told
             self._keep_best(capture.wait())
 
     def _keep_best(self, state: State) -> None:
-        """Name it, so that it stays in memory or on disk."""
+        """Name the state with a ref, so that it stays in memory or on disk."""
         name = f"best/{self.branch}"
         self.loop.best = state.uid
         if self._run is None or self._run.group.rank:
@@ -314,7 +315,7 @@ class DatastatesCallback(TrainerCallback):  # type: ignore[misc]  # mypy is told
             self.repo.move(name, state, expected=before)
 
     def end(self, error: BaseException | None) -> None:
-        """The training is over, or was broken off by ``error``."""
+        """Called when the training is over, or ``error`` broke it off."""
         self._is_beginning = False
         self._end_run(error)
 
@@ -330,7 +331,7 @@ def _parts(trainer: Any, model: Any, optimizer: Any, scheduler: Any) -> dict[str
 
 
 def _refuse(trainer: Any, trial: object) -> None:
-    """What one state cannot hold, or one branch cannot follow."""
+    """Refuse what one state cannot hold, or one branch cannot follow."""
     kinds = [kind for kind in ("deepspeed", "fsdp") if getattr(trainer, f"is_{kind}_enabled", False)]
     if trainer.accelerator.distributed_type not in _ALIKE:
         kinds.append(trainer.accelerator.distributed_type.value)
@@ -353,7 +354,7 @@ def _is_one(value: Any) -> bool:
 
 
 def _inexact(args: Any, loader: Any, replay: bool) -> Iterable[str]:
-    """What keeps a resumed training from repeating this one, and what to do about it."""
+    """What keeps a resumed training from repeating this one, each with what to do about it."""
     if args.ignore_data_skip:
         yield "ignore_data_skip begins a resumed epoch with its first batch again: leave it False"
     if args.dataloader_num_workers and args.dataloader_persistent_workers:

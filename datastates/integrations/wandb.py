@@ -31,15 +31,15 @@ _GIVEN = ("id", "resume", "reinit")
 
 
 class WandbLog(Beside):
-    """A run of W&B beside one training; ``id`` is its id, ``run`` W&B's own object, for pictures and tables of yours.
+    """A run of W&B beside one training; ``id`` is its id, ``run`` is W&B's own object, for your own pictures and tables.
 
-    A training that is resumed goes on in the run that it had; a fork has a run of its own, which names that of the branch it left. The
-    run's config has ours, and under ``datastates`` our repository, branch and training; its summary the newest state. Metrics are drawn
-    over ``step``, the step of the state: W&B's own count only grows, and a training that is resumed takes some steps again. It ends with
-    the training.
+    A resumed training continues in the run that it had. A fork has a run of its own, which names the run of the branch that it left. The
+    run's config has ours and, under ``datastates``, our repository, branch and training; its summary has the newest state. Metrics are
+    drawn over ``step``, the step of the state, because W&B's own count only grows and a resumed training repeats some steps. The run ends
+    with the training.
 
     :param tracker: the training.
-    :param into: a run of yours to log to, such as ``wandb.run``; it is yours to finish.
+    :param into: a run of yours to log to, such as ``wandb.run``; you finish it.
     :param init: what ``wandb.init`` takes besides: ``project``, ``entity``, ``group``, ``tags``, ``mode`` …
     """
 
@@ -57,7 +57,7 @@ class WandbLog(Beside):
         super().__init__(tracker, None if into is None else str(into.id))
 
     def _go_on(self, id: str, ours: Ours) -> bool:
-        self.run = self._open(id, ours)  # where W&B has lost it, it is made anew under its id
+        self.run = self._open(id, ours)  # if W&B has lost it, it is made anew under its id
         return True
 
     def _begin(self, ours: Ours) -> str:

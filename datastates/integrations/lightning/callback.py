@@ -1,7 +1,7 @@
 """A callback that captures what a Trainer trains at every step, and resumes it bit for bit.
 
-A state is taken when Lightning asks for the next batch: then everything that belongs to a step has happened, validation and the hooks of
-every callback among it. The last one is taken at the end of the training.
+It takes a state when Lightning asks for the next batch. By then everything that belongs to a step has happened, including validation and
+the hooks of every callback. It takes the last state at the end of the training.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class DatastatesCallback(Callback):  # type: ignore[misc]  # Lightning is not lo
         trainer = L.Trainer(max_epochs=3, callbacks=[DatastatesCallback("runs", branch="main")])
         trainer.fit(model, loader)
 
-    A branch that exists is resumed; one that does not begins anew, or forks from ``start``. A state has ``model``, ``optimizer``,
+    A branch that exists is resumed; a new one begins anew, or forks from ``start``. A state has ``model``, ``optimizer``,
     ``scheduler`` (lists, where there are several), ``trainer`` (loops, callbacks, precision, datamodule), ``data`` and ``rng``. ``newest``
     is the newest capture. The processes of ``strategy="ddp"`` capture each state together.
     """
@@ -83,14 +83,14 @@ class DatastatesCallback(Callback):  # type: ignore[misc]  # Lightning is not lo
         config: Mapping[str, object] | None = None,
         **options: Unpack[TrackOptions],
     ) -> None:
-        """A callback for one Trainer.
+        """Make a callback for one Trainer.
 
-        :param repo: the repository, or its folder, which is then opened for each ``fit``.
+        :param repo: the repository, or its folder, which is opened for each ``fit``.
         :param branch: the branch that captures move.
         :param start: the state from which a new branch forks.
-        :param every: capture after so many steps of the optimizers; None: at the end of each epoch. The end of the training is always
+        :param every: capture every n-th step of the optimizers; None: at the end of each epoch. The end of the training is always
             captured.
-        :param config: the configuration of this training, besides the hyper-parameters of module and datamodule.
+        :param config: the configuration of this training, in addition to the hyper-parameters of module and datamodule.
         :param options: as in ``Repository.track``.
         """
         super().__init__()
@@ -122,7 +122,7 @@ class DatastatesCallback(Callback):  # type: ignore[misc]  # Lightning is not lo
     # --- before the first batch --------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Stand behind the other callbacks, and have the loaders keep their place."""
+        """Move behind the other callbacks, and have the loaders keep their place."""
         if stage != "fit" or trainer.fast_dev_run:
             return
         if trainer.world_size > 1 and type(trainer.strategy) is not DDPStrategy:
@@ -148,7 +148,7 @@ class DatastatesCallback(Callback):  # type: ignore[misc]  # Lightning is not lo
         trainer.strategy.process_dataloader = keep
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """Track, and put everything back where the branch stands."""
+        """Track, and restore everything to where the branch stands."""
         if self._data is None:
             return
         self._repo = self._given if isinstance(self._given, Repository) else open_repository(self._given)
@@ -169,7 +169,7 @@ class DatastatesCallback(Callback):  # type: ignore[misc]  # Lightning is not lo
                     " one of them: leave it out to go on where the branch stands, or give DatastatesCallback start= and a new branch"
                 )
             start, options = self._begin_at(trainer.ckpt_path, options)
-        own = ("trainer", "data") if trainer.world_size > 1 else ()  # what was logged, and the place in its share, differ from rank to rank
+        own = ("trainer", "data") if trainer.world_size > 1 else ()  # logs, and the place in a share, differ between ranks
         self._run = self._repo.track(branch=self.branch, start=start, config=config, objects=objects, own=own, **options)  # type: ignore[arg-type]
         self._stepped = trainer.global_step
         if self._run.report is not None and any(path.split("/")[0] == "rng" for path in self._run.report.restored):
@@ -179,7 +179,7 @@ class DatastatesCallback(Callback):  # type: ignore[misc]  # Lightning is not lo
             self._rng = self._told["rng"]
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Put back what Lightning clears before it trains, and say what cannot be exact."""
+        """Put back what Lightning clears before it trains, and warn about what cannot be exact."""
         if self._run is None or self._data is None:
             return
         notes = inexact(trainer, pl_module, self._data.loaders)
@@ -195,11 +195,11 @@ class DatastatesCallback(Callback):  # type: ignore[misc]  # Lightning is not lo
             self._val_check, trainer.val_check_batch = trainer.val_check_batch, math.nan
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-        """A state before the next batch is of the end of an epoch."""
+        """Note that a state before the next batch is of the end of an epoch."""
         self._is_epoch_new = True
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Note what the state of this step will say."""
+        """Note what the state of this step will record."""
         if not self._is_trained and self._data is not None:
             for each in self._data.loaders:
                 each.claim(is_resumable=False)
@@ -210,7 +210,7 @@ class DatastatesCallback(Callback):  # type: ignore[misc]  # Lightning is not lo
     # --- states ------------------------------------------------------------------------------------------------------------
 
     def _asked(self, trainer: Any, is_catching_up: bool) -> None:
-        """Lightning asks for a batch: the step before it is over."""
+        """Called when Lightning asks for a batch: the step before it is over."""
         if self._run is None:
             return
         if self._val_check is not None:
@@ -244,7 +244,7 @@ class DatastatesCallback(Callback):  # type: ignore[misc]  # Lightning is not lo
         self._capture(trainer, self._run)
 
     def state_dict(self) -> dict[str, Any]:
-        """For checkpoints that others write: the random numbers and the place in the data, which they lack."""
+        """The random numbers and the place in the data, which checkpoints that others write lack."""
         if self._run is None or self._data is None:
             return {}
         self._data.is_between = _is_over(trainer := self._data.trainer) and trainer.training
@@ -254,7 +254,7 @@ class DatastatesCallback(Callback):  # type: ignore[misc]  # Lightning is not lo
             self._data.is_between = False
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Have the fit that begins go on with the random numbers and the data of a checkpoint."""
+        """Have the fit that begins continue with the random numbers and the data of a checkpoint."""
         self._told = state_dict
 
     # --- the end -----------------------------------------------------------------------------------------------------------
@@ -265,12 +265,12 @@ class DatastatesCallback(Callback):  # type: ignore[misc]  # Lightning is not lo
             self._end(trainer, None)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Make what was captured durable; the error goes on."""
+        """Make what was captured durable; the error is passed on."""
         self._end(trainer, exception)
 
     def _end(self, trainer: Any, exception: BaseException | None) -> None:
         if self._data is not None and self._data.trainer is not trainer:
-            return  # another Trainer, which was refused
+            return  # of another Trainer, which was refused
         data, self._data = self._data, None
         run, self._run = self._run, None
         repo, self._repo = self._repo, None
@@ -285,7 +285,7 @@ class DatastatesCallback(Callback):  # type: ignore[misc]  # Lightning is not lo
                 repo.close()
 
     def _begin_at(self, path: object, options: dict[str, Any]) -> tuple[State | None, dict[str, Any]]:
-        """Where a fit begins that Lightning restores by ``ckpt_path``: a state of this repository is where the branch forks."""
+        """Where a fit begins that Lightning restores by ``ckpt_path``: if that names a state of this repository, the branch forks there."""
         assert self._repo is not None, "it was opened"
         if self._start is not None:
             raise InvalidInput(f"start={self._start!r} and ckpt_path={str(path)!r}: give one of them")

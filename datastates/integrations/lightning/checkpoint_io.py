@@ -1,7 +1,7 @@
-"""A CheckpointIO: what Lightning saves as a checkpoint is the next state of a branch, and ``ckpt_path`` may name any state.
+"""A CheckpointIO: Lightning's checkpoints become states of a branch, and ``ckpt_path`` may name any state.
 
-Where Lightning wants a file, it finds a pointer to the state, one line of text: so that it finds, links, lists and removes checkpoints as
-ever.
+Where Lightning expects a file, it finds a pointer to the state, one line of text. So it finds, links, lists and removes checkpoints as
+usual.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ __all__ = ["DatastatesCheckpointIO", "is_checkpoint", "state_at"]
 _logger = logging.getLogger(__name__)
 
 _OWN = "datastates:"
-"""``datastates:main~3``: a revision in the repository that the CheckpointIO has."""
+"""The prefix of ``datastates:main~3``: a revision in the repository that the CheckpointIO has."""
 
 _LONGEST = 8192
 _PATH = "lightning.path"
@@ -46,14 +46,14 @@ class DatastatesCheckpointIO(CheckpointIO):  # type: ignore[misc]  # Lightning i
         trainer = L.Trainer(plugins=[DatastatesCheckpointIO("runs")], callbacks=[ModelCheckpoint(monitor="val_loss")])
         trainer.fit(model, ckpt_path="datastates://runs/main~3")
 
-    A checkpoint is durable when ``save_checkpoint`` returns, and has a tag, so that nothing drops its bytes; removing it takes the tag off.
+    A checkpoint is durable when ``save_checkpoint`` returns, and has a tag, so that nothing drops its bytes; removing it removes the tag.
     """
 
     def __init__(self, repo: Repository | str | os.PathLike[str], *, branch: str = "main") -> None:
-        """A CheckpointIO for one Trainer.
+        """Make a CheckpointIO for one Trainer.
 
         :param repo: the repository, or its folder.
-        :param branch: the branch whose states the checkpoints are.
+        :param branch: the branch that gets the checkpoints as states.
         """
         if not isinstance(repo, Repository | str | os.PathLike):
             raise InvalidInput(f"repo is {values.shown(repo)}: give what datastates.open returned, or the folder of a repository")
@@ -62,12 +62,12 @@ class DatastatesCheckpointIO(CheckpointIO):  # type: ignore[misc]  # Lightning i
         self._loaded: str | None = None
 
     def is_of(self, repo: Repository | str | os.PathLike[str]) -> bool:
-        """Whether this is its repository."""
+        """Whether ``repo`` is the repository of this CheckpointIO."""
         return _folder(self._given) == _folder(repo)
 
     @property
     def repo(self) -> Repository:
-        """The repository; opened when it is first asked for."""
+        """The repository; it is opened when it is first needed."""
         if isinstance(self._given, Repository):
             return self._given
         if self._opened is None:
@@ -77,7 +77,7 @@ class DatastatesCheckpointIO(CheckpointIO):  # type: ignore[misc]  # Lightning i
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: object = None) -> None:
         """Make a checkpoint the next state of the branch, and write a pointer to it at ``path``.
 
-        :raises Unsupported: it holds what no state can, such as an object among the hyper-parameters; names its path.
+        :raises Unsupported: the checkpoint holds a value that no state can, such as an object among the hyper-parameters; names its path.
         """
         if storage_options is not None:
             raise TypeError("storage_options mean nothing to a DatastatesCheckpointIO: leave them out")
@@ -101,7 +101,8 @@ class DatastatesCheckpointIO(CheckpointIO):  # type: ignore[misc]  # Lightning i
     def load_checkpoint(
         self, path: str | os.PathLike[str], map_location: object = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """The checkpoint that a state is: one that was saved here, or one that a callback captured. A file of Lightning's is read as ever.
+        """The checkpoint that a state stands for: one that was saved here, or one that a callback captured. Lightning's own files are read
+        as usual.
 
         :raises NotFound: there is no such repository, or no such revision in it; names both, and what is there.
         """
@@ -117,21 +118,21 @@ class DatastatesCheckpointIO(CheckpointIO):  # type: ignore[misc]  # Lightning i
             return checkpoint_of(tree, state)
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        """Take away the pointer and the tag; the state stays in the lineage, and its bytes as long as retention keeps them."""
+        """Remove the pointer and the tag. The state stays in the lineage, and its bytes stay as long as retention keeps them."""
         for ref in self.repo.refs():
             if ref.name == _tag_of(path):
                 self.repo.delete_ref(ref.name)
         TorchCheckpointIO().remove_checkpoint(path)
 
     def teardown(self) -> None:
-        """Close what was opened here."""
+        """Close the repository if it was opened here."""
         self._loaded = None
         found, self._opened = self._opened, None
         if found is not None:
             found.close()
 
     def _go_back(self) -> None:
-        """Have the branch stand where the training was resumed from."""
+        """Move the branch back to where the training was resumed from."""
         head = next((ref.state for ref in self.repo.refs() if ref.name == self.branch), None)
         if head is None or self._loaded is None:
             return
@@ -158,28 +159,28 @@ def _folder(repo: Repository | str | os.PathLike[str]) -> str:
 
 
 def state_at(path: object, repo: Repository) -> State | None:
-    """The state of ``repo`` that a ``ckpt_path`` means; None where it is a file, or a state of another repository.
+    """The state of ``repo`` that a ``ckpt_path`` means; None if that is a file, or a state of another repository.
 
-    :raises NotFound: there is none such.
+    :raises NotFound: there is no such state.
     """
     with _found(path, repo) as found:
         return found[1] if found is not None and found[0] is repo else None
 
 
 def is_checkpoint(repo: Repository, state: State) -> bool:
-    """Whether a checkpoint of Lightning's became this state; otherwise a loop's own objects did."""
+    """Whether the state was a checkpoint of Lightning's, rather than a loop's own objects."""
     return _PATH in state.attributes
 
 
 def checkpoint_of(tree: Mapping[str, Any], state: State) -> dict[str, Any]:
-    """A checkpoint as Lightning takes it, of the tree of a state."""
+    """The tree of a state as a checkpoint in Lightning's form."""
     if "model" not in tree:
         raise InvalidInput(f"state {state.uid[:10]} has no model, but {', '.join(tree)}: Lightning resumes from what is tracked as model")
     checkpoint = {"epoch": 0, "global_step": state.step, "pytorch-lightning_version": version, "state_dict": tree["model"]}
     if "lightning" in tree:
         return {**checkpoint, **tree["lightning"]}
     if "trainer" not in tree:
-        return checkpoint  # of weights only, to Lightning
+        return checkpoint  # Lightning takes it as weights only
     fit = tree["trainer"]
     own = {"rng": tree["rng"], "data": tree["data"]} if "rng" in tree and "data" in tree else {}
     return {
@@ -231,7 +232,7 @@ def _pointed(path: object) -> str | None:
 
 
 def _write_pointer(path: str | os.PathLike[str], text: str) -> None:
-    """Write it whole or not at all. The state is durable by now."""
+    """Write the pointer whole or not at all. The state is durable by now."""
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     draft = target.with_name(f".{target.name}.{os.getpid()}")
@@ -240,14 +241,14 @@ def _write_pointer(path: str | os.PathLike[str], text: str) -> None:
 
 
 def _tag_of(path: str | os.PathLike[str]) -> str:
-    """The tag of a checkpoint: its name, and what tells its folder from others."""
+    """The tag of a checkpoint: its name, and a part that tells its folder from others."""
     target = Path(path).absolute()
     plain = "".join(letter if letter.isalnum() or letter in "-_." else "-" for letter in target.stem).strip("-.") or "checkpoint"
     return f"lightning/{plain}-{hashlib.blake2b(os.fsencode(target), digest_size=3).hexdigest()}"
 
 
 def _metrics(checkpoint: Mapping[str, Any]) -> dict[str, float]:
-    """What callbacks monitor, such as the ``val_loss`` of a ModelCheckpoint, as it is now."""
+    """The values that callbacks monitor, such as the ``val_loss`` of a ModelCheckpoint, at this moment."""
     found = {}
     for state in checkpoint.get("callbacks", {}).values():
         if isinstance(state, dict) and isinstance(state.get("monitor"), str) and state.get("current_score") is not None:
@@ -260,7 +261,7 @@ def _several(found: Any) -> list[Any]:
 
 
 def _numbered(stored: Mapping[str, Any]) -> dict[str, Any]:
-    """An optimizer's state as torch numbers parameters: by their order in the groups."""
+    """An optimizer's state with parameters numbered as torch does: by their order in the groups."""
     groups = stored["param_groups"]
     numbers = {name: number for number, name in enumerate(name for group in groups for name in group["params"])}
     return {

@@ -1,6 +1,6 @@
-"""The loaders that a Trainer trains on, each in a wrapper that knows what was handed out, and finds that place again.
+"""The loaders on which a Trainer trains, each in a wrapper that knows what was handed out, and finds that place again.
 
-Lightning makes iterators early, and fetches a batch ahead where a loader has no length. So a pass begins with its first batch, and the
+Lightning makes iterators early, and fetches one batch ahead if a loader has no length. So a pass begins with its first batch, and the
 place of a loader without a length is one batch behind what was fetched.
 """
 
@@ -19,11 +19,11 @@ from datastates.objects.rng import RngState
 __all__ = ["Data", "KeptLoader"]
 
 _PASSED_ON = frozenset({"worker_init_fn", "_iterator"})
-"""What Lightning sets on a loader."""
+"""The attributes that Lightning sets on a loader."""
 
 
 class KeptLoader:
-    """A loader that Lightning iterates over; whatever else it is asked for, the loader inside answers."""
+    """A loader that Lightning iterates over; the loader inside answers all other requests."""
 
     def __init__(self, loader: Any, data: Data, place: Mapping[str, Any] | None) -> None:
         self.loader = loader
@@ -60,14 +60,14 @@ class KeptLoader:
             object.__setattr__(self, name, value)
 
     def claim(self, *, is_resumable: bool) -> None:
-        """Answer Lightning, which asks loaders for these methods and warns where there are none; the place was found without."""
+        """Offer the methods that Lightning looks for on loaders; it warns if there are none, though the place was found without them."""
         for name in ("state_dict", "load_state_dict"):
             vars(self).pop(name, None)
             if is_resumable and not self._is_stateful:
                 vars(self)[name] = dict
 
     def place(self, *, is_between: bool) -> dict[str, object]:
-        """Plain values that lead back here; ``is_between``: to the beginning of another pass."""
+        """Plain values that lead back to this place; ``is_between``: to the beginning of another pass."""
         turn = self._turn
         if self.is_new or is_between or turn is None:
             turn = self._pass() if turn is None else turn
@@ -106,7 +106,7 @@ class KeptLoader:
         return iter(()) if iterator is None else iterator
 
     def _drop_rest(self, place: Mapping[str, Any]) -> None:
-        """Make the iterator that restoring a loader prepared, whose rest Lightning did not take: another one follows."""
+        """Make and drop the iterator that restoring a loader prepared, if Lightning did not take the rest of it: another pass follows."""
         if "loader" in place and place["is_left"]:
             with keeping_generators([]):
                 iter(self.loader)
@@ -116,7 +116,7 @@ class KeptLoader:
         return Pass(loader, lambda part: self._is_stateful and part is loader, [loader])
 
     def _note(self) -> None:
-        """Note what is needed to fetch the next batch once more."""
+        """Note what is needed to fetch the next batch again."""
         self._before = {"before": RngState().state_dict(), **({"loader": self.loader.state_dict()} if self._is_stateful else {})}
 
 
@@ -136,11 +136,11 @@ class Data:
         return [each for each in pytree.tree_leaves(self.trainer.train_dataloader) if isinstance(each, KeptLoader)]
 
     def keep(self, loader: object) -> KeptLoader:
-        """The loader, wrapped; it takes the next of the places that were restored."""
+        """The loader, wrapped; it takes the next of the restored places."""
         return KeptLoader(loader, self, self._waiting.pop(0) if self._waiting else None)
 
     def asked(self, loader: KeptLoader) -> None:
-        """Lightning asks a loader for a batch: the first of several says that a step is over."""
+        """Called when Lightning asks a loader for a batch: when the first of several is asked, a step is over."""
         loaders = self.loaders
         if loaders and loaders[0] is loader:
             self._on_ask(loader.is_catching_up)
@@ -151,9 +151,9 @@ class Data:
         return places if self.trainer.world_size == 1 else {**places, "processes": self.trainer.world_size}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Have the loaders that are made from now on go on where these stood.
+        """Have the loaders that are made from now on continue where the stored ones stood.
 
-        :raises InvalidInput: another number of processes shared an epoch that is not over.
+        :raises InvalidInput: a different number of processes shared an epoch that is not over.
         """
         processes, now = state.get("processes", 1), self.trainer.world_size
         if processes != now and not all(place["is_over"] for place in state["loaders"]):

@@ -1,4 +1,4 @@
-"""What a Trainer has in its hands between two steps, besides module, optimizers, schedulers and data, as one object to track."""
+"""What a Trainer holds between two steps, besides module, optimizers, schedulers and data, as one object to track."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Fit:
         self.is_between = self.is_within = self.is_restored = False
 
     def state_dict(self) -> dict[str, object]:
-        """Plain values, and what callbacks and hooks keep."""
+        """Plain values, and the states of callbacks and hooks."""
         trainer = self._trainer
         return {
             "loops": self._loops(),
@@ -53,11 +53,11 @@ class Fit:
         trainer.accumulate_grad_batches = state["accumulate"]
 
     def begin(self) -> None:
-        """Put back what Lightning cleared meanwhile; it is about to train."""
+        """Put back what Lightning cleared meanwhile; called when it is about to train."""
         if not self.is_restored:
             return
         if self.is_between:
-            self._trainer.fit_loop.epoch_loop.restarting = False  # else a training by steps would go on in an epoch that is over
+            self._trainer.fit_loop.epoch_loop.restarting = False  # otherwise a training by steps would go on in an epoch that is over
             self.is_between = False
         found, device = self._trainer.callback_metrics, self._trainer.lightning_module.device
         for name, (value, dtype) in self.metrics.items():
@@ -71,7 +71,7 @@ class Fit:
         return state
 
     def _take_back(self, epochs: dict[str, dict[str, int]]) -> None:
-        """Lightning counts an epoch that ``max_steps`` ends as done; who raises ``max_steps`` goes on in it."""
+        """Uncount an epoch that ``max_steps`` ended: Lightning counts it as done, and a run with a higher ``max_steps`` goes on in it."""
         for count in epochs.values():
             for name in ("processed", "completed"):
                 count[name] -= 1
@@ -80,7 +80,7 @@ class Fit:
         return (each for each in self._trainer.callbacks if each is not self._own)
 
     def _added(self) -> dict[str, object]:
-        """What hooks on checkpoints put into one."""
+        """The entries that hooks on checkpoints add to one."""
         trainer, module = self._trainer, self._trainer.lightning_module
         hooked = [each for each in self._others() if type(each).on_save_checkpoint is not Callback.on_save_checkpoint]
         is_hooked = type(module).on_save_checkpoint is not LightningModule.on_save_checkpoint
@@ -103,7 +103,7 @@ class Fit:
         module.on_load_checkpoint(checkpoint)
 
     def _checkpoint(self) -> dict[str, Any]:
-        """A checkpoint as hooks see it; the state that is captured, or put back, has the rest."""
+        """A checkpoint as hooks see it; the rest is in the state that is captured or restored."""
         trainer = self._trainer
         return {
             "epoch": trainer.current_epoch,
@@ -115,19 +115,21 @@ class Fit:
 
 
 class Metrics:
-    """What was logged since it was asked the last time."""
+    """The metrics that were logged since the last call."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self._seen: dict[str, torch.Tensor] = {}
 
     def all(self) -> dict[str, torch.Tensor]:
-        """Every number that was logged, its newest value."""
+        """Every number that was logged, with its newest value."""
         found = self._trainer.callback_metrics.items()
         return {name: value.detach() for name, value in found if isinstance(value, torch.Tensor) and value.numel() == 1}
 
     def fresh(self) -> dict[str, torch.Tensor]:
-        """Those that were logged since the last call: Lightning keeps the others as they are, such as those of the last validation."""
+        """The numbers that were logged since the last call. Lightning keeps the others as they are, such as those of the last
+        validation.
+        """
         found = dict(self._trainer.callback_metrics)
         fresh = {name: value for name, value in found.items() if self._seen.get(name) is not value}
         self._seen = found
@@ -135,6 +137,6 @@ class Metrics:
 
 
 def _by_name(owner: Any) -> dict[str, Any]:
-    """The state of an object under the name of its class, as in Lightning's checkpoints; nothing where it has none."""
+    """The state of an object under the name of its class, as in Lightning's checkpoints; empty if it has none."""
     state = owner.state_dict()
     return {type(owner).__qualname__: state} if state else {}

@@ -1,4 +1,4 @@
-"""Lightning, under the name by which the script knows it: ``lightning.pytorch``, or ``pytorch_lightning``, whose classes are others."""
+"""Lightning under the name that the script uses: ``lightning.pytorch``, or ``pytorch_lightning``, which has classes of its own."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["NAME", "Callback", "CheckpointIO", "DDPStrategy", "LightningModule",
 
 
 def _name() -> str:
-    """The package whose Trainer this process uses, as far as imports tell; ``lightning.pytorch`` where nothing does."""
+    """The package whose Trainer this process uses, as far as its imports show; ``lightning.pytorch`` if they do not."""
     if "lightning.pytorch" not in sys.modules and "pytorch_lightning" in sys.modules:
         return "pytorch_lightning"
     if find_spec("lightning") is not None:

@@ -1,4 +1,4 @@
-"""What of a fit cannot be repeated exactly after a resume, each with what to do about it."""
+"""The parts of a fit that cannot be repeated exactly after a resume, each with what to do about it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["inexact"]
 
 
 def inexact(trainer: Any, module: Any, loaders: Sequence[KeptLoader]) -> list[str]:
-    """One phrase for each such thing: its name, what happens, the recipe."""
+    """One phrase for each such part: its name, what happens, and the remedy."""
     return [*_of_data(trainer, loaders), *_of_loop(trainer, module)]
 
 
