@@ -1,7 +1,7 @@
 """The copy plan: where each byte of a state goes, compiled once and reused until the layout changes.
 
-A plan knows, for each chunk, which pieces of which tensors make it up. Copying a state is then: one slot a chunk, one
-look-up of each slot's destination views, one ``_foreach_copy_`` for all pieces. Everything is copied as bytes, so
+A plan knows, for each chunk, which pieces of which tensors make it up. To copy a state takes one slot for each chunk, one
+look-up of each slot's destination views, and one ``_foreach_copy_`` for all pieces. Everything is copied as bytes, so
 that pieces of all dtypes go through the same call.
 """
 
@@ -56,7 +56,7 @@ class Layout:
 
 @dataclass(slots=True)
 class Pieces:
-    """The copies into one chunk at a time: ``sources[i]``, bytes, is the piece ``places[i]`` of the chunk."""
+    """The copies into one chunk that are made together: the bytes ``sources[i]`` are the piece ``places[i]`` of the chunk."""
 
     places: list[int] = field(default_factory=list)
     sources: list[torch.Tensor] = field(default_factory=list)
@@ -66,7 +66,7 @@ class Pieces:
 class _Source:
     """One leaf that is stored, or a share of one: its tensor as last seen, and its bytes as a flat view.
 
-    What is remembered of the memory is that of this rank's local tensor, ``local``; for most tensors that is the tensor itself.
+    The facts about its memory are those of this rank's local tensor, ``local``; for most tensors that is the tensor itself.
     """
 
     leaf: int
@@ -87,7 +87,7 @@ class _Source:
     pieces: list[tuple[int, int]] = field(default_factory=list)
 
     def is_as_it_was(self, tensor: torch.Tensor) -> bool:
-        """Whether ``flat`` is still the bytes of ``tensor``: the same object may lie elsewhere, or otherwise, by now (``.data = …``)."""
+        """Whether ``flat`` is still the bytes of ``tensor``: the same object may have other memory or another layout (``.data = …``)."""
         local = tensor if self.box is None else local_of(tensor)
         return (
             tensor is self.tensor
@@ -103,7 +103,7 @@ class _Source:
 
 
 _Alias = tuple[int, torch.Tensor, Hashable]
-"""A leaf that is tied to an earlier one, its tensor as last seen, and what it has in common with that."""
+"""A leaf that is tied to an earlier one, its tensor as last seen, and the key that both share."""
 
 
 @dataclass(slots=True)
@@ -111,10 +111,9 @@ class CopyPlan:
     """A compiled plan. Belongs to one tracker; built and refreshed on the training thread only.
 
     ``sizes[c]`` are the lengths of the pieces of chunk ``c``; ``eager[c]`` and ``deferred[c]`` say which of them are copied when. ``gaps``
-    are of no tensor, and zeros: the chunk, and from which byte to which.
-    ``shares`` are this rank's where several hold the state, ``routes`` what lies where, ``stills`` what may stay the same on a device, and
-    ``packings`` how what lies on one is put together in a snapshot, once a capture was taken.
-    ``is_taught``: some are copied at once because they tore.
+    are zeros that belong to no tensor: the chunk, the first byte, and the byte after the last. ``shares`` are this rank's if several
+    hold the state. ``routes`` says what lies where, ``stills`` which chunks may stay the same on a device, and ``packings`` how a device's
+    tensors are packed in a snapshot, once a capture was taken. ``is_taught``: some tensors are copied at once because they tore before.
     """
 
     layout: Layout
@@ -137,12 +136,12 @@ class CopyPlan:
 
     @property
     def devices(self) -> tuple[torch.device, ...]:
-        """Those that something lies on."""
+        """The devices on which something lies."""
         return tuple(device for device in self.routes if device != HOST)
 
     @property
     def slot_count(self) -> int:
-        """How many slots a capture takes."""
+        """The number of slots that a capture takes."""
         return len(self.sizes)
 
     def refresh(self, flat: Flat) -> bool:
@@ -151,9 +150,9 @@ class CopyPlan:
         A tensor that is a new object of the same geometry (an RNG state, say) is taken over if it is copied eagerly.
         """
         leaves = flat.tensors
-        if flat.skeleton is not self.flat.skeleton:  # ``flatten`` keeps the object as long as it is equal
+        if flat.skeleton is not self.flat.skeleton:  # ``flatten`` returns the same object as long as it is equal
             return False
-        if leaves is self.flat.tensors and self._marks is not None and self._marks.are_right():  # the common case: not one moved
+        if leaves is self.flat.tensors and self._marks is not None and self._marks.are_right():  # the common case: none has moved
             self.flat = flat
             return True
         self.flat = flat
@@ -170,7 +169,7 @@ class CopyPlan:
         return True
 
     def refuse_recording(self) -> None:
-        """Refuse to copy what is being recorded, and does not happen now.
+        """Raise if a graph is being recorded, since nothing that it copies happens now.
 
         :raises InvalidInput: this thread records a graph on a device of the state.
         """
@@ -187,7 +186,7 @@ class CopyPlan:
             if msgspec.structs.replace(spec_of(leaf.path, dense), shards=spec.shards) != spec:
                 return False
             flat, is_dense = _bytes_of(dense), dense is tensor
-        else:  # of the same geometry, or the shares would not be as they were
+        else:  # it has the same geometry, since the shares are unchanged
             local = _present(tensor)
             flat, is_dense = bytes_at(tensor, source.box, spec.strides)
         if devices().of(flat) != devices().of(source.flat):
@@ -212,14 +211,14 @@ def compile_plan(
     apart: Collection[int] = (),
     members: Sequence[int] | None = None,
 ) -> CopyPlan:
-    """Lay a state's tensors out over chunks: all of them, or what ``rank`` stores where ``size`` ranks hold them.
+    """A plan that lays a state's tensors out over chunks: all of them, or what ``rank`` stores if ``size`` ranks hold them.
 
-    ``fenced`` and ``frozen`` are ids of tensors: those that a tracked optimizer alone changes (deferred when large
+    ``fenced`` and ``frozen`` are ids of tensors: those that only a tracked optimizer changes (deferred if they are large
     enough), and those that stay the same (grouped apart, so that their chunks keep their digests). ``eager_paths`` are
-    never deferred: the tripwire saw them change outside the fence. ``apart`` are ids of those that may differ from rank to rank.
-    ``members`` are the numbers of all ranks in torch.distributed, where these are others.
+    never deferred, because the tripwire saw them change outside the fence. ``apart`` are ids of tensors that may differ between ranks.
+    ``members`` are the numbers of all ranks in torch.distributed, if these are different.
 
-    :raises Unsupported: other ranks than these hold something of a tensor, or it has no value; names it.
+    :raises Unsupported: a rank outside the group holds something of a tensor, or a tensor has no value; names it.
     """
     shares = shares_of(flat.tensors, rank, size, apart, members)
     specs: list[TensorSpec] = []
@@ -260,7 +259,7 @@ def _source(
     index: int, leaf: Leaf, local: torch.Tensor, data: torch.Tensor, *, is_dense: bool, may_wait: bool, box: Box | None = None
 ) -> _Source:
     is_deferred = is_dense and may_wait and data.numel() >= DEFER_BYTES
-    is_deferred = is_deferred and not local.is_inference()  # those have no version that a tripwire could compare
+    is_deferred = is_deferred and not local.is_inference()  # inference tensors have no version that a tripwire could compare
     geometry = (local.shape, local.stride(), local.dtype, leaf.tensor.requires_grad)
     return _Source(index, leaf.path, leaf.tensor, local.data_ptr(), data, 0, is_deferred, is_dense, *geometry, local, box)
 
@@ -275,17 +274,17 @@ def _lay_out(
 ) -> CopyPlan:
     skeleton = encode_skeleton(flat.skeleton)
     form = "" if shares is None else _form_of(skeleton, specs, shares)
-    # Large ones in the order of the leaves, whether still or not: what a prefix trained and a variant freezes then fills the same chunks,
-    # up to the first that the variant trains.
+    # Large tensors stay in the order of the leaves, whether still or not. So tensors that a prefix trained and a variant freezes fill the
+    # same chunks, up to the first tensor that the variant trains.
     still_small, still_large = _by_size([source for source in sources if id(source.tensor) in frozen])
-    # Small tensors together: what is copied before ``capture`` returns then takes one ``split`` of one chunk or two.
+    # Small tensors lie together, so that what is copied before ``capture`` returns takes one ``split`` of one or two chunks.
     small, large = _by_size([source for source in sources if id(source.tensor) not in frozen])
     sizes: list[list[int]] = []
     eager: list[Pieces] = []
     deferred: list[Pieces] = []
     gaps: list[tuple[int, int, int]] = []
     for group in (still_small, still_large, small, large):
-        # Falling item size keeps every tensor aligned to its item without padding.
+        # Decreasing item size keeps every tensor aligned to its items without padding.
         group.sort(key=lambda source: (-source.tensor.element_size(), source.leaf))
         position = len(sizes) * CHUNK_BYTES
         for source in group:
@@ -329,18 +328,18 @@ def _lay_out(
 
 
 def _form_of(skeleton: bytes, specs: Sequence[TensorSpec], shares: Shares) -> str:
-    """What every part says alike, and must: the tree, each tensor as a whole (no shard is known yet), and who stores what of it."""
+    """A digest of what must be equal in every part: the tree, each whole tensor (no shard is known yet), and which rank stores what."""
     return blake3(skeleton).update(msgspec.msgpack.encode(specs)).update(shares.digest).hexdigest(8)
 
 
 def _by_size(sources: list[_Source]) -> tuple[list[_Source], list[_Source]]:
-    """The small and the large ones."""
+    """The small sources, and the large ones."""
     small = [source for source in sources if source.flat.numel() < LARGE_BYTES]
     return small, [source for source in sources if source.flat.numel() >= LARGE_BYTES]
 
 
 def _align(position: int, sizes: list[list[int]], gaps: list[tuple[int, int, int]]) -> int:
-    """Where the next large tensor begins, behind what ends at ``position``; never more than a block on, so in the same chunk."""
+    """Where the next large tensor begins after ``position``: less than one block further, so in the same chunk."""
     chunk, offset = divmod(position, CHUNK_BYTES)
     gap = -offset % ALIGNED_BYTES
     if gap:
@@ -356,7 +355,7 @@ def _place(
     eager: list[Pieces],
     deferred: list[Pieces],
 ) -> int:
-    """Put one tensor at ``position`` of the stream; the position after it."""
+    """Put one tensor at ``position`` of the stream; returns the position after it."""
     source.start = position
     total, done = source.flat.numel(), 0
     while done < total:
@@ -377,7 +376,7 @@ def _place(
 
 
 class _Marks:
-    """Marks that show that tensors are still where and as they were; checking one takes about 0.2 µs."""
+    """Marks that show whether tensors are still where and as they were; checking one takes about 0.2 µs."""
 
     __slots__ = ("_aliases", "_complex", "_kinds", "_spread", "_tensors")
 
@@ -407,7 +406,7 @@ def _present(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself where its bytes can be viewed flat, else a dense copy."""
+    """The tensor itself if its bytes can be viewed flat, else a dense copy."""
     return tensor if dense_view(tensor) is not None else compact(tensor)
 
 

@@ -1,4 +1,4 @@
-"""Which states of this process are on their way or in memory, on which lines, and which handles are told of them."""
+"""Keeps which states of this process are on their way or in memory, on which lines, and which handles report on them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Books:
-    """What the lineage is told by: the database, this process's run and folder, and ``holder``, the name of its memory."""
+    """What it takes to report to the lineage: the database, this process's run and folder, and ``holder``, the name of its memory."""
 
     database: Database
     run: Run
@@ -48,9 +48,9 @@ class Books:
 
 @dataclass(frozen=True, slots=True)
 class Locked:
-    """The engine and the lock that guards it, and what the register keeps; no I/O happens under it. ``changed`` rings after a change.
+    """The engine, and the lock that guards it and the register; no I/O happens under the lock. ``changed`` rings after a change.
 
-    ``post`` tells the engine something, under the lock.
+    ``post`` tells the engine of an event, under the lock.
     """
 
     engine: Engine
@@ -60,7 +60,7 @@ class Locked:
 
 
 class Register:
-    """Keeps, for each state, its line and the progress that its handle shows; moves them on as the lineage and the tiers say.
+    """Keeps, for each state, its line and the progress that its handle shows, and updates them as the lineage and the tiers report.
 
     ``on_marked`` is called after a state was marked as durable, with the bytes that it added.
     """
@@ -83,13 +83,13 @@ class Register:
         self._memory, self._own, self._copies, self._on_marked = memory, own, copies, on_marked
         self._post = locked.post
         self._taken: dict[str, Taken] = {}
-        """Of each part that waits to be whole, what its training's policy is asked with then."""
+        """For each part whose state is not whole yet, the facts with which its training's policy will be asked."""
         self._progress: dict[str, Progress] = {}
         self._lines: dict[str, Line] = {}
         self._failed: dict[str, Line] = {}
         self._left: dict[str, str] = {}
         self._near: dict[str, Sequence[int]] = {}
-        """Of each durable state that stays off the further tiers, whose parts this process has."""
+        """For each durable state that stays off the further tiers, the ranks whose parts this process has."""
         self._write_error: BaseException | None = None
         listener = Listener(
             self._on_recorded, self._on_durable, self._on_untold, self._on_whole, self._on_given_up, self._on_wanted, self._on_lost
@@ -106,7 +106,7 @@ class Register:
     # --- entering ------------------------------------------------------------------------------------------------------------
 
     def begin(self, staged: Staged) -> None:
-        """A capture is on its way."""
+        """Register a capture that is on its way."""
         with self._lock:
             self._progress[staged.progress.uid] = staged.progress
 
@@ -115,24 +115,24 @@ class Register:
         return uid in self._progress
 
     def place(self, uid: str, line: Line) -> None:
-        """A capture is in memory, on its line."""
+        """Note that a capture is in memory, on its line."""
         with self._lock:
             self._lines[uid] = line
 
     def await_others(self, staged: Staged) -> None:
-        """A part is in memory, whose state is not whole before those of other ranks are told; nothing where it is no part."""
+        """Note that a part is in memory; its state is whole only once other ranks have told theirs. Does nothing for a whole state."""
         if staged.line.part is not None:
             with self._lock:
                 self._taken[staged.progress.uid] = staged.taken()
 
     def adopt(self, uid: str, base: Manifest | None) -> None:
-        """A state that no line captured is in memory."""
+        """Note that a state which no line captured is in memory."""
         ranks = self._memory.ranks(uid)
         with self._lock:
             self._lines.setdefault(uid, Line(f"clone of {uid}", "", None, base, arrived=ranks))
 
     def progress_of(self, uid: str) -> Progress | None:
-        """How far a capture has come that is on its way or in memory."""
+        """The progress of a capture that is on its way or in memory."""
         with self._lock:
             return self._progress.get(uid)
 
@@ -144,7 +144,7 @@ class Register:
     # --- failing -------------------------------------------------------------------------------------------------------------
 
     def refuse(self, staged: Staged, error: BaseException) -> None:
-        """A capture did not come about, and is nowhere. Told again, it changes nothing."""
+        """Note that a capture failed, and is nowhere. A second call changes nothing."""
         _logger.debug("capture of step %s failed", staged.facts.step, exc_info=error)
         uid = staged.progress.uid
         if staged.progress.error is None:
@@ -159,19 +159,19 @@ class Register:
 
     def note(self, line: Line, error: BaseException) -> None:
         """Keep an error of the background for the next caller that uses the line."""
-        # An interrupt was raised where it came; a torn capture is its handle's, and the next one is not to tear.
+        # An interrupt was raised where it occurred. A torn capture is an error of its handle alone, and the next one should not tear.
         if isinstance(error, Exception) and not isinstance(error, Torn):
             with self._lock:
                 self._note(line, error)
 
     def break_off(self, staged: Staged, error: BaseException) -> None:
-        """The engine failed as it went on from a capture. Nobody else would tell its handle, unless it is recorded or waits to be."""
+        """Note that the engine failed after it took a capture. Nothing else would tell its handle, unless it is recorded or waits to be."""
         self.note(staged.line, error)
         if staged.progress.state is None and not self.journal.is_pending(staged.progress.uid):
             staged.progress.fail(staged.progress.error or error)
 
     def fail_write(self, uid: str, error: BaseException) -> None:
-        """A state was not written."""
+        """Note that writing a state failed."""
         with self._lock:
             self._write_error = error
             line, progress = self._lines.get(uid), self._progress.get(uid)
@@ -179,7 +179,7 @@ class Register:
                 self._note(line, error)
         if progress is not None:
             progress.fail(error)
-        elif line is not None and not line.branch:  # a clone, which nobody asks for errors
+        elif line is not None and not line.branch:  # a clone: no caller will ask for its errors
             _logger.warning("the cloned state %s was not written and is in memory only: %s", uid, error)
 
     def is_patient(self, uid: str) -> bool:
@@ -189,7 +189,7 @@ class Register:
             return line is None or line.is_patient
 
     def named(self, uids: Iterable[str]) -> list[str]:
-        """States of this process, for people."""
+        """Texts for people that name states of this process."""
         with self._lock:
             found = [(uid, self._lines.get(uid), self._progress.get(uid)) for uid in uids]
         return [
@@ -198,7 +198,7 @@ class Register:
         ]
 
     def take_write_error(self, line: Line | None) -> BaseException | None:
-        """Why writing failed last; the line, which is told with it, does not say it again."""
+        """The last error of writing, which the caller reports; the line will not report it again."""
         with self._lock:
             why = self._write_error
             if line is not None and line.error is why:
@@ -206,12 +206,12 @@ class Register:
             return why
 
     def errors(self) -> list[Exception]:
-        """What failed on lines of trackers, and none of these has raised. A clone's failure was logged: nobody asks for it."""
+        """The errors on lines of trackers that no tracker has raised. Failures of clones were logged, as no caller asks for them."""
         with self._lock:
             return [line.error for line in self._failed.values() if line.branch and isinstance(line.error, Exception)]
 
     def hold_up(self) -> None:
-        """Tell callers that wait for a state which cannot be recorded, once that has taken too long."""
+        """Give an error to callers that wait for a state which cannot be recorded, once that has taken too long."""
         overdue = self.journal.overdue()
         if overdue is not None:
             with self._lock:
@@ -222,14 +222,14 @@ class Register:
     # --- leaving -------------------------------------------------------------------------------------------------------------
 
     def leave(self, uid: str, why: str) -> int:
-        """A state leaves memory, and the lineage is told; the bytes set free. Runs under the lock."""
+        """Drop a state from memory and have the lineage told; returns the bytes freed. Runs under the lock."""
         freed = self._memory.remove(uid)
         self.journal.evict([uid])
         self._forget(uid, why)
         return freed
 
     def give_up(self, uids: Iterable[str], why: str) -> None:
-        """These states will not become durable; ``why`` takes a uid."""
+        """Note that these states will not become durable; ``why`` is a text with a place for the uid."""
         with self._lock:
             progresses = [progress for uid in uids if (progress := self._progress.get(uid)) is not None]
         for progress in progresses:
@@ -241,23 +241,23 @@ class Register:
             uids = [uid for uid in self._progress if not self._copies.is_pending(uid)]
         self.give_up(uids, why)
 
-    # --- what the lineage says: on the thread that told it, which may be any -------------------------------------------------
+    # --- what the lineage reports: on the thread that told it, which may be any ----------------------------------------------
 
     def hand_on(self, state: State, branch: str | None, progress: Progress | None = None) -> None:
-        """The user's modules are to see a state that was made here."""
+        """Show the user's modules a state that was made here."""
         current, on_failed = (partial(_current, progress), progress.note) if progress is not None else (lambda: state, _unheard)
         with self._lock:
             self._own.put(current, branch, on_failed)
 
     def _on_recorded(self, entry: Entry, state: State, moved: Conflict | None) -> None:
-        """The lineage knows of a state."""
+        """Note that the lineage knows of a state."""
         with self._lock:
             progress, line = self._progress.get(state.uid), self._lines.get(state.uid)
             if line is not None and moved is not None:
                 self._note(line, moved)
         if progress is not None:
             if progress.state is not None:
-                return  # it was told twice
+                return  # this was reported before
             self._recorder.count("recorded")
             progress.advance(state)
         self.hand_on(state, entry.new.facts.branch, progress)
@@ -267,7 +267,7 @@ class Register:
             self._forget_left(state.uid)
 
     def _on_whole(self, entry: Entry, outcome: Outcome) -> None:
-        """A state is whole of which this process told a part: from now on it is in memory as any other."""
+        """Note that a state is whole of which this process told a part: from now on it is in memory like any other."""
         uid, state = entry.new.uid, outcome.state
         assert state is not None, "it is whole"
         with self._lock:
@@ -277,7 +277,7 @@ class Register:
                 self._memory.finish(finished(reader.manifest, state, outcome.parent_digests))
             line.tip = (uid, state.digest)
             self._post(Recorded(uid, line.name, time.monotonic(), replace(taken, metrics=state.metrics)))
-        is_here = state.status.is_restorable  # else another rank has let go of its part already
+        is_here = state.status.is_restorable  # else another rank has dropped its part already
         self._on_recorded(entry, state if is_here else replace(state, status=Status.CAPTURED), None)
         if not is_here:
             self._on_lost(uid)
@@ -285,18 +285,18 @@ class Register:
             self._taken.pop(uid, None)
 
     def _on_lost(self, uid: str) -> None:
-        """Another rank let go of its part of a state before it was on its disk: it will never be durable."""
+        """Note that another rank dropped its part of a state before that was on its disk: the state will never be durable."""
         progress = self.progress_of(uid)
         if progress is not None:
             progress.give_up(f"state {uid} left the memory of another rank before it became durable there: make more states durable")
         self._forget_left(uid)
 
     def _on_wanted(self, uid: str, is_near: bool) -> None:
-        """Another rank makes a state durable, so this one writes its part; or has it go on to further tiers, as this one does then."""
+        """Do as another rank does: write this rank's part of a state that becomes durable there, or pass it on to the further tiers."""
         self._post(Wanted(uid, is_near))
 
     def _on_given_up(self, entry: Entry, given_up: GivenUp) -> None:
-        """A state will never be whole of which this process told a part: it leaves memory, and its line goes on from the one before it."""
+        """Drop this process's part of a state that will never be whole; its line goes on from the state before it."""
         uid, facts = entry.new.uid, entry.new.facts
         said = f"state {uid} (branch {facts.branch}, step {facts.step}) was given up because of {given_up}"
         with self._lock:
@@ -316,7 +316,7 @@ class Register:
         self._changed.ring()
 
     def _on_durable(self, uid: str, added: int) -> None:
-        """The lineage knows that a state is on this node's disk."""
+        """Note that the lineage knows that a state is on this node's disk."""
         self._on_marked(added)
         with self._lock:
             progress = self._progress.get(uid)
@@ -330,18 +330,19 @@ class Register:
             if is_near:
                 self._near[uid] = ranks
         if not is_near:
-            self.journal.pass_on(uid)  # the other ranks may have heard otherwise
+            self.journal.pass_on(uid)  # the other ranks may have been told otherwise
             self._copies.put(uid, ranks, progress)
         self._forget_left(uid)
 
     def pass_on(self, uids: Iterable[str]) -> None:
-        """Durable states that were kept near go on to the further tiers. Runs under the lock."""
+        """Send durable states that were kept near on to the further tiers. Runs under the lock."""
         for uid in uids:
             self.journal.pass_on(uid)
             self._copies.put(uid, self._near.pop(uid, (0,)), self._progress.get(uid))
 
     def _on_untold(self, uid: str, error: Exception, entry: Entry | None) -> None:
-        """Late, the lineage refused a state (then it leaves, and its line goes on from the one before), or its replica on disk."""
+        """Note that the lineage refused, late, a state (which then leaves memory, and its line goes on from the one before) or its replica
+        on disk."""
         with self._lock:
             line, progress = self._lines.get(uid), self._progress.get(uid)
             if line is not None:
@@ -354,7 +355,7 @@ class Register:
                 self._memory.remove(uid)
                 self._forget(uid, str(error))
 
-    # All below runs under the lock, but for ``_forget_left``
+    # All below runs under the lock, except ``_forget_left``
 
     def _note(self, line: Line, error: BaseException) -> None:
         """Keep an error for the next caller that uses the line."""
@@ -364,7 +365,7 @@ class Register:
     def _forget(self, uid: str, why: str) -> None:
         self._engine.forget(uid)
         if self.journal.is_pending(uid):
-            self._left[uid] = why  # its handle is told once the lineage is
+            self._left[uid] = why  # its handle is told after the lineage
             return
         self._lines.pop(uid, None)
         progress = self._progress.pop(uid, None)
@@ -384,4 +385,4 @@ def _current(progress: Progress) -> State:
 
 
 def _unheard(error: ModuleFailed) -> None:
-    """Nobody has a handle of a merge; the log says it."""
+    """Log the error of a merge, which has no handle."""

@@ -1,4 +1,4 @@
-"""Whether the copies of a tensor that several ranks hold are equal: a digest of each, and which of them differ."""
+"""Finds whether the copies of a tensor on several ranks are equal, by a digest of each, and which of them differ."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["Copy", "Difference", "copies_of", "differences"]
 
 
 class Copy(msgspec.Struct, frozen=True, array_like=True):
-    """What one rank has of a box of a tensor that others hold, too."""
+    """One rank's copy of a box of a tensor that others hold, too."""
 
     path: str
     offset: tuple[int, ...]
@@ -26,7 +26,7 @@ class Copy(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Difference(msgspec.Struct, frozen=True):
-    """A tensor whose copies are not equal: ``ranks`` have it otherwise than most, or than the first where as many have it so."""
+    """A tensor whose copies are not equal: ``ranks`` are those that differ from the most common copy; of equally common ones, the first."""
 
     path: str
     ranks: tuple[int, ...]
@@ -35,9 +35,9 @@ class Difference(msgspec.Struct, frozen=True):
 def copies_of(
     leaves: Sequence[Leaf], rank: int, size: int, *, apart: Collection[int] = (), members: Sequence[int] | None = None
 ) -> list[Copy]:
-    """A digest of this rank's copy of each tensor that should be equal on several, all of it read once; no capture is in flight.
+    """A digest of this rank's copy of each tensor that should be equal on several ranks, all of it read once. No capture may be in flight.
 
-    ``apart`` are ids of tensors that may differ; ``members`` as for ``holdings_of``.
+    ``apart`` are ids of tensors that may differ; ``members`` is as for ``holdings_of``.
     """
     found = []
     for leaf in leaves:
@@ -52,7 +52,8 @@ def copies_of(
 
 
 def differences(copies: Sequence[Sequence[Copy]]) -> list[Difference]:
-    """What of the copies of all ranks, by rank, is not equal, by path. What a rank does not have is not compared."""
+    """The differences between the copies of all ranks, which are given by rank; in order of path. What a rank does not have is not
+    compared."""
     by_box: dict[tuple[str, tuple[int, ...]], dict[int, bytes]] = {}
     for rank, of_rank in enumerate(copies):
         for copy in of_rank:

@@ -1,4 +1,4 @@
-"""Room in the arena for the next state: found, made by what may leave, waited for, or refused."""
+"""Room in the arena for the next state: found, made by dropping what may leave, waited for, or refused."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ __all__ = ["Questions", "Room"]
 _logger = logging.getLogger(__name__)
 
 _ASK_AGAIN_S = 0.1
-"""How often whoever waits for room asks for it again."""
+"""How often a caller that waits for room asks for it again, in seconds."""
 
 _RECALL_S = 5.0
-"""For so long whoever waits for room counts on readers that were told to let go of it."""
+"""For how long, in seconds, a caller that waits for room counts on readers that were told to release theirs."""
 
 _MOST_IN_FLIGHT = 64
-"""Captures whose second half is not done: those without tensors take no slots, and would be without number."""
+"""The most captures whose second half is not done: captures without tensors take no slots, so nothing else would limit them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Questions:
-    """What the runner is asked when room is wanted. ``post`` asks the engine, ``check_open`` raises when nothing more is captured,
-    ``backlog`` counts recorded states that users' modules have not seen: they keep their memory as captures in flight do.
-    ``is_stuck`` says whether the lineage makes no progress, and looks whether a write does; ``skipped`` is told of captures that were not
-    taken because of either.
+    """What the runner answers when room is needed. ``post`` asks the engine. ``check_open`` raises when nothing more is captured.
+    ``backlog`` counts recorded states that users' modules have not seen; they keep their memory as captures in flight do. ``is_stuck``
+    says whether the lineage makes no progress, and checks whether a write does. ``skipped`` is called for each capture that was not taken
+    because of either.
     """
 
     post: Callable[[RoomNeeded], list[Action]]
@@ -51,7 +51,7 @@ class Questions:
 
 
 class Room:
-    """Gives out slots."""
+    """Gives out the slots of an arena."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class Room:
         return min(3 * self._next_slots, self._arena.capacity)
 
     def expect(self, line: Line, size_bytes: int) -> None:
-        """Captures of about this size are to come: memory for them is made warm meanwhile."""
+        """Expect captures of about this size; memory for them is made warm in the background."""
         self._warmer.expect(line.name, -(-size_bytes // CHUNK_BYTES))
 
     def acquire(
@@ -121,13 +121,13 @@ class Room:
         self._changed.ring()
 
     def has(self, count: int) -> bool:
-        """Whether a state of so many slots finds room, as it stands, within what is to be kept of states."""
+        """Whether a state of ``count`` slots finds room now, within the memory that is meant for states."""
         allowed = self._warmer.allowed(count)
         limit = self._arena.capacity if self._warmer.is_given else allowed
         return self._arena.reach(allowed) >= count and not self._is_overfull(limit)
 
     def make_ahead(self, back_pressure: BackPressure) -> None:
-        """Room for the next capture, of the size of the last, before the training waits for it."""
+        """Make room for the next capture, of the size of the last, before the training waits for it."""
         count = self._next_slots
         if not self.has(count):
             self._post(RoomNeeded(count, is_blocked=False, back_pressure=back_pressure))
@@ -138,7 +138,7 @@ class Room:
         return in_flight > self._rounds.in_flight + self._backlog() or self.has(count)
 
     def _is_overfull(self, limit: int) -> bool:
-        """Whether states take more memory than ``limit`` slots do, counting what they take beside their slots."""
+        """Whether states take more memory than ``limit`` slots, counting what they take besides their slots."""
         beside = self._memory.bytes_beside // CHUNK_BYTES
         return beside > 0 and self._arena.capacity - self._arena.available + beside > limit
 
@@ -156,7 +156,7 @@ class Room:
         self._rounds.room_bytes = self._warmer.allowed(count) * CHUNK_BYTES
 
     def _use_again(self, count: int, back_pressure: BackPressure) -> list[int] | None:
-        """Slots that are warm, or whose turn it is to become so; else states that may leave memory do so, and theirs are used again."""
+        """Slots that are warm, or that may become warm next; else those of states that leave memory because they may."""
         slots = self._arena.acquire(count, within=self._warmer.allowed(count))
         if slots is None:
             self._post(RoomNeeded(count, is_blocked=False, back_pressure=back_pressure))
@@ -165,14 +165,14 @@ class Room:
 
     def _make(self, count: int, back_pressure: BackPressure, line: Line | None, since: float) -> Refuse | None:
         name = None if line is None else line.name
-        with self._lock:  # no capture begins between the count and the question
+        with self._lock:  # no capture may begin between the count and the question
             in_flight = self._rounds.in_flight + self._backlog()
             is_patient = line is not None and line.is_patient
             event = RoomNeeded(count, True, back_pressure, name, in_flight, since, time.monotonic(), is_patient)
             return next((action for action in self._post(event) if isinstance(action, Refuse)), None)
 
     def _refusal(self, count: int, refused: Refuse, line: Line | None) -> OverBudget:
-        """The error for callers that wait for room which cannot be made, because writing failed."""
+        """The error for a caller that waits for room that cannot be made, because writing failed."""
         why = self._register.take_write_error(line) or "the disk is in trouble"
         error = OverBudget(
             f"there is no room for a state of {count * CHUNK_BYTES >> 20} MiB: memory is full with {len(refused.uids)} states that are "

@@ -1,13 +1,13 @@
-"""When the engine thread works: at once if somebody waits, otherwise on several captures in one go.
+"""Decides when the engine thread works: at once if a caller waits, otherwise on several captures in one go.
 
-Each time that it wakes it takes the interpreter from the training, which must wait to get it back; and a transaction costs about as much
-for ten states as for one. So captures that follow each other quickly are finished in rounds. What the lineage says may then be late by
-``ROUND_S``, as long as nobody asks.
+Each time that the thread wakes, it takes the interpreter from the training, which must wait to get it back. And a transaction costs about
+as much for ten states as for one. So captures that follow each other quickly are finished in rounds. The lineage may then be up to
+``ROUND_S`` behind, as long as no caller asks.
 
 Rules:
-- A round begins at once when the last one began ``ROUND_S`` ago: captures that come slowly are finished one by one, as they come.
-- It begins sooner when somebody waits for a capture, when one has failed, and before the training would have to wait: when there is room
-  for no more than a head and two captures beside what is ready, or when ``MOST_READY`` captures are.
+- A round begins at once if the last one began ``ROUND_S`` ago: captures that come slowly are finished one by one, as they come.
+- It begins sooner when a caller waits for a capture, when a capture has failed, and before the training would have to wait: when there is
+  room for no more than a head and two captures besides what is ready, or when ``MOST_READY`` captures are ready.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from .line import Staged
 __all__ = ["MOST_READY", "ROUND_S", "Rounds"]
 
 ROUND_S = 0.1
-"""From the beginning of one round to that of the next."""
+"""The time from the beginning of one round to that of the next, in seconds."""
 
 MOST_READY = 32
-"""Captures that take no memory worth speaking of do not wait in greater number."""
+"""The most captures that wait for a round, even if they take hardly any memory."""
 
 
 class Rounds:
@@ -41,9 +41,9 @@ class Rounds:
         self._is_closed = self._is_woken = False
         self._bell = Bell()
         self.on_hurry: Callable[[], None] = lambda: None
-        """Called when somebody waits, whatever for."""
+        """Called when a caller waits for anything."""
         self.room_bytes = 0
-        """How much memory all states may take, as it stands."""
+        """How much memory all states may take at the moment."""
 
     @property
     def begun(self) -> int:
@@ -52,7 +52,7 @@ class Rounds:
 
     @property
     def in_flight(self) -> int:
-        """Captures that have begun, and whose round has not ended."""
+        """The number of captures that have begun, and whose round has not ended."""
         return self._begun - self._ended
 
     def has_ended(self, count: int) -> bool:
@@ -64,7 +64,7 @@ class Rounds:
         self._begun += 1
 
     def put(self, staged: Staged) -> None:
-        """A capture was copied, or has failed."""
+        """Add a capture that was copied, or has failed."""
         self._put_bytes += staged.held_bytes
         self._ready.append(staged)
         if staged.job is not None and staged.job.error is not None:
@@ -73,19 +73,21 @@ class Rounds:
             self._bell.ring()
 
     def hurry(self) -> None:
-        """Somebody waits for what has begun. Any thread; two at once may make one of them wait for the next round."""
+        """Start a round soon, because a caller waits for what has begun. Callable from any thread. If two call at once, one of them may
+        wait for the next round."""
         if self._hurried < self._begun:
             self._hurried = self._begun
             self._bell.ring()
         self.on_hurry()
 
     def wake(self) -> None:
-        """Let ``take`` return, if only to look around. Any thread."""
+        """Let ``take`` return, even without captures, so that the engine thread can run its checks. Callable from any thread."""
         self._is_woken = True
         self._bell.ring()
 
     def take(self, timeout_s: float) -> list[Staged] | None:
-        """The captures of a round, which begins; none when there is none for so long, or after ``wake``. None at the end."""
+        """The captures of a round, which begins now; an empty list if none is due within ``timeout_s``, or after ``wake``. None at the
+        end."""
         deadline = time.monotonic() + timeout_s
         while not self._is_due() and not self._is_closed:
             if self._is_woken:
@@ -106,7 +108,7 @@ class Rounds:
         return taken
 
     def end(self, count: int) -> None:
-        """The round of so many captures is over."""
+        """End the round of ``count`` captures."""
         self._ended += count
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""What of a state lies where: the bytes of each device and of the host, and the stretches of the arena that they go to."""
+"""Finds where the bytes of a state lie, on each device and on the host, and the stretches of the arena to which they go."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ Pairs = tuple[list[torch.Tensor], list[torch.Tensor]]
 """Targets, and a source for each."""
 
 _SMALL_BYTES = 1 << 20
-"""Up to here what is copied at once is put aside on its device first: one launch for all of it, and the training waits for no copy."""
+"""Tensors up to this size that are copied at once are first put aside on their device: it takes one launch for all of them, and the
+training waits for no copy to the host."""
 
 _ASIDE_BYTES = 64 << 20
-"""So much is put aside at most."""
+"""The most bytes that are put aside."""
 
 
 class Source(Protocol):
-    """A tensor, or a part of one, that lies together in the stream of a state from ``start`` on."""
+    """A tensor, or a part of one, that is contiguous in the stream of a state from ``start`` on."""
 
     flat: torch.Tensor
     start: int
@@ -36,7 +37,7 @@ class Source(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """What lies in one place, in the order of the stream: what is put aside at once, what is copied at once, and what later."""
+    """The sources in one place, in the order of the stream: those put aside at once, those copied at once, and those copied later."""
 
     small: tuple[Source, ...] = ()
     large: tuple[Source, ...] = ()
@@ -47,7 +48,7 @@ NOTHING = Route()
 
 
 def routes_of(sources: Iterable[Source]) -> dict[torch.device, Route]:
-    """The places where something lies; all of the host is one."""
+    """The route of each place where something lies; the whole host is one place."""
     at: dict[torch.device, list[Source]] = {}
     for source in sorted(sources, key=_start):
         at.setdefault(devices().of(source.flat) if devices().is_on(source.flat) else HOST, []).append(source)
@@ -55,13 +56,14 @@ def routes_of(sources: Iterable[Source]) -> dict[torch.device, Route]:
 
 
 def aside_of(small: Sequence[Source]) -> list[tuple[int, torch.Tensor]]:
-    """One copy of all small ones: its stretches that lie together in the stream, each with its start there."""
+    """One copy of all small sources, as stretches that are contiguous in the stream, each with its start there."""
     aside = torch.cat([source.flat for source in small])
     return [(start, aside[first:last]) for start, first, last in _joined(small)]
 
 
 def placed(stretches: Iterable[tuple[int, torch.Tensor]], slots: Sequence[int], arena: Arena) -> Pairs:
-    """Where stretches of the stream go: each in as few pieces as the slots of the state lie together, and in one registration."""
+    """The targets of stretches of the stream. Each is split into as few pieces as the slots of the state, which may be scattered, and their
+    registrations allow."""
     targets: list[torch.Tensor] = []
     sources: list[torch.Tensor] = []
     for start, flat in stretches:
@@ -84,7 +86,7 @@ def _together(chunk: int, offset: int, length: int, slots: Sequence[int], arena:
 
 
 def _joined(small: Sequence[Source]) -> Iterator[tuple[int, int, int]]:
-    """Start in the stream, and begin and end among all of them, of what lies together there."""
+    """For each contiguous run of sources: its start in the stream, and its first and last byte in their concatenation."""
     start, first, last = small[0].start, 0, 0
     for source in small:
         if source.start != start + last - first:

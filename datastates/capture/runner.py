@@ -1,12 +1,12 @@
 """The threads behind captures: they carry out what ``engine`` decides.
 
-    crossing thread (crossing.py) queues copies from devices, where there are any
+    crossing thread (crossing.py) queues copies from devices, if there are any
     stage thread    (stage.py)    copies; hands each capture on, in order
     engine thread   (rounds.py)   each round of captures into memory and into the lineage (commit.py); then room is made ahead
     writer thread   (writer.py)   to disk; marked as durable
     arena thread    (warming.py)  memory made warm ahead of need
-    modules thread  (modules/own.py) the user's modules, where there are any
-    copies thread   (modules/copies.py) onto the user's tiers, where there are any
+    modules thread  (modules/own.py) the user's modules, if there are any
+    copies thread   (modules/copies.py) onto the user's tiers, if there are any
 
 One ``Runner`` belongs to a repository that tracks. Its lock guards the ``Engine`` and the ``Register``; no I/O happens under it.
 """
@@ -85,10 +85,10 @@ __all__ = ["Runner"]
 _logger = logging.getLogger(__name__)
 
 _SAY_AGAIN_S = 0.2
-"""How often whoever waits for writes hears how many are left."""
+"""How often a caller that waits for writes is told how many are left, in seconds."""
 
 _LEAST_HELD = 64
-"""So many states that share their bytes may be held however small the budget is."""
+"""The number of states that share their bytes that may be held even if the budget is small."""
 
 
 class Runner:
@@ -168,7 +168,7 @@ class Runner:
         if line.part is not None:
             self._named.join(line.part.rank, line.part.size)
             self._polling.join(line.part.size)
-            if line.part.rank:  # rank 0 says which states become durable, but for those that every rank can say by itself
+            if line.part.rank:  # rank 0 decides which states become durable, except where each rank can decide by itself
                 cadence = cadence.counted() or Cadence(every=None, interval_s=None)
         self._post(LineOpened(line.name, cadence, line.branch))
 
@@ -182,7 +182,7 @@ class Runner:
         self._register.journal.begin(run)
 
     def close_line(self, line: Line) -> None:
-        """A tracker ends: its head becomes durable (``drain`` waits for it)."""
+        """End a tracker: its head becomes durable (``drain`` waits for that)."""
         self.settle(line)
         self._post(Closing(line.name))
         self._paces.end(line)
@@ -192,10 +192,10 @@ class Runner:
     def acquire(
         self, count: int, back_pressure: BackPressure, *, line: Line | None = None, within_s: float | None = None
     ) -> list[int] | None:
-        """Slots for a state; None when there is no room and the back-pressure is to skip.
+        """Slots for a state; None if there is no room and the back-pressure is ``skip``.
 
-        Blocks under ``wait`` and ``drop-oldest`` until memory is let go. After a capture, which names its ``line``, room for the next
-        one of its size is made ahead. After ``within_s`` nobody waits any longer: None.
+        Blocks under ``wait`` and ``drop-oldest`` until memory is freed, but not longer than ``within_s``: then the result is None. After a
+        capture, which names its ``line``, room for the next one of its size is made ahead.
 
         :raises OverBudget: the state could never fit, or nothing that is in its way can be written.
         """
@@ -219,7 +219,7 @@ class Runner:
                     self._register.begin(staged)
                 self.stager.begin(job, is_deferring=is_deferring)
             except BaseException as exc:
-                # What is in flight must land, or the exit would wait for it for ever.
+                # A capture that was begun must finish, or the exit would wait for it for ever.
                 if self._register.has_begun(staged.progress.uid):
                     self.stager.abandon(job, exc)
                 else:
@@ -242,11 +242,11 @@ class Runner:
         self.stager.fence(job)
 
     def hurry(self) -> None:
-        """Somebody waits for the captures so far."""
+        """Finish the captures so far sooner, because a caller waits for them."""
         self._rounds.hurry()
 
     def want(self, uid: str) -> None:
-        """A state is to become durable."""
+        """Make a state durable."""
         self._is_abandoned = False
         progress = self._register.progress_of(uid)
         if progress is not None:
@@ -254,15 +254,15 @@ class Runner:
         self._post(Wanted(uid))
 
     def asked(self) -> Collection[str]:
-        """The states that somebody waited for to become durable, and still has the handle of."""
+        """The states that a caller asked to become durable, and whose handle it still has."""
         return frozenset(uid for uid, progress in self._asked.items() if progress.is_asked)
 
     def withdrawn(self, uids: Iterable[str]) -> None:
-        """These are not on this node's disk any more."""
+        """Note that these states are no longer on this node's disk."""
         self._post(*(Withdrawn(uid) for uid in uids))
 
     def when_durable(self, listener: Callable[[int], None]) -> None:
-        """Call this whenever a state became durable; see ``Host.when_durable``."""
+        """Call ``listener`` whenever a state became durable; see ``Host.when_durable``."""
         self._on_durable = listener
 
     def when_full(self, listener: Callable[[], None]) -> None:
@@ -270,9 +270,10 @@ class Runner:
         self._writer.on_full = listener
 
     def _adopt(self, uid: str, base: Manifest | None = None) -> None:
-        """A state that no line captured is in the memory tier and in the lineage; ``base`` is the manifest of a relative on disk.
+        """Tell the engine of a state that no line captured, which is in the memory tier and in the lineage. ``base`` is the manifest of a
+        related state on disk.
 
-        It stays in memory until it is durable, and becomes so when memory runs short, or when a ref names it.
+        The state stays in memory until it is durable. It becomes durable when memory runs short, or when a ref names it.
         """
         with self._lock:
             self._raise_if_closed()
@@ -280,15 +281,15 @@ class Runner:
         self._post(Adopted(uid))
 
     def take_in(self, coming: Coming, record: Callable[[Session, NewState], State]) -> State:
-        """Let a merge or a clone in; see ``Commits.take_in``."""
+        """Take in a merge or a clone; see ``Commits.take_in``."""
         return self._commits.take_in(coming, record)
 
     def hand_on(self, state: State, branch: str | None) -> None:
-        """The user's modules are to see a state that was made here and adopted: a merge. Captures are handed on by themselves."""
+        """Show the user's modules a state that was made here and adopted: a merge. Captures are handed on without this."""
         self._register.hand_on(state, branch)
 
     def check_withdrawal(self, uid: str) -> None:
-        """Refuse to let go of a state in memory.
+        """Raise unless a state in memory may be dropped.
 
         :raises Conflict: a training stands there, or it is on its way into the lineage or to disk.
         """
@@ -298,9 +299,9 @@ class Runner:
             raise Conflict(f"state {uid} cannot be dropped: {reason}")
 
     def withdraw(self, uid: str) -> int:
-        """Let go of a state in memory that the lineage does not count on any more; the bytes set free.
+        """Drop a state from memory on which the lineage no longer relies; returns the bytes freed.
 
-        It stays, as any other state in memory, when somebody began to count on it since ``check_withdrawal``.
+        It stays like any other state in memory if something has come to rely on it since ``check_withdrawal``.
         """
         with self._lock:
             if self._engine.hold_of(uid, is_captured=self._register.has_begun(uid)) is not None:
@@ -314,9 +315,9 @@ class Runner:
         return self._register.line_of(uid)
 
     def flush(self) -> None:
-        """Wait until every capture so far is recorded or has failed; or waits in memory, as the database is away.
+        """Wait until every capture so far is recorded or has failed, or waits in memory because the database is away.
 
-        :raises Unavailable: the database does not say a word, not even that it is away.
+        :raises Unavailable: the database does not answer at all, not even with an error.
         """
         so_far = self._rounds.begun
         self._rounds.hurry()
@@ -333,7 +334,7 @@ class Runner:
             self._settle_parts()
 
     def _settle_parts(self) -> None:
-        """Wait until what became of every part so far is known: the patience of this process ends it."""
+        """Wait until the outcome of every part so far is known; this process's patience ends the wait."""
         while self._register.awaited or self._register.journal.is_waiting_for_others:
             overdue = self._register.journal.overdue()
             if overdue is not None:
@@ -357,7 +358,7 @@ class Runner:
         return self._register.journal.missing(uid)
 
     def refs_changed(self) -> None:
-        """Refs were made, moved or deleted: protect and write what they name."""
+        """Protect and write what refs name, after some were made, moved or deleted."""
         self._is_abandoned = False
         self._look_at_refs(is_forced=True)
 
@@ -373,13 +374,13 @@ class Runner:
 
     @property
     def pending_writes(self) -> int:
-        """Captures not yet recorded, states not yet written or copied, and those that modules have not seen, as it stands."""
+        """The number at the moment of captures not yet recorded, and of states not yet written, copied or seen by modules."""
         with self._lock:
             unwritten = self._rounds.in_flight + self._engine.pending_writes + self._register.journal.pending
             return unwritten + self._copies.pending + self._own.backlog
 
     def drain(self, on_wait: Callable[[int], None] | None = None) -> None:
-        """Wait until all captures are recorded and all that is wanted is durable (or failed).
+        """Wait until all captures are recorded and every wanted state is durable (or has failed).
 
         Ctrl-C while waiting gives up what is not durable yet: no later call waits for it, until something else is captured or named.
 
@@ -401,15 +402,16 @@ class Runner:
 
     @property
     def has_given_up(self) -> bool:
-        """Whether Ctrl-C ended the last wait for what is to be durable, or the disk did not take it in time."""
+        """Whether the last wait for states to become durable was ended by Ctrl-C, or because the disk did not take them in time."""
         return self._is_abandoned or self._has_lost
 
     def errors(self) -> list[Exception]:
-        """The errors on lines of trackers that none of these has raised. A clone's failure was logged: nobody asks for it."""
+        """The errors on lines of trackers that no tracker has raised. Failures of clones were logged, as no caller asks for them."""
         return self._register.errors()
 
     def close(self) -> None:
-        """Make the heads durable, wait, and end the threads; idempotent, and goes on where it was interrupted. Not for these threads.
+        """Make the heads durable, wait, and end the threads; idempotent, and a call after an interrupt goes on where it was. These threads
+        must not call it.
 
         :raises Unavailable: the database has been away for a minute, or the disk for some seconds; says what is lost.
         """
@@ -425,21 +427,21 @@ class Runner:
                     self._end()
         except Unavailable:
             with undisturbed():
-                self._is_abandoned = self._is_abandoned or self.is_held_up  # nobody waits for a thread that may never come back
+                self._is_abandoned = self._is_abandoned or self.is_held_up  # do not wait for a thread that may never come back
                 self._has_lost = self._trouble.why is not None and not self.is_held_up
                 self._end()
             raise
         finally:
-            if self._is_closed and not self._is_abandoned:  # else daemon threads in the middle of a write that nobody waits for
+            if self._is_closed and not self._is_abandoned:  # else daemon threads may still be in a write that is not waited for
                 for thread in self._threads:
                     thread.join()
                 self._own.join()
                 self._copies.join()
 
     def _end(self) -> None:
-        self._register.journal.evict(self._memory.uids())  # what ends with this process; those that are durable stay so
+        self._register.journal.evict(self._memory.uids())  # they end with this process; durable states stay durable
         if not self.is_held_up:
-            with suppress(Unavailable):  # whoever opens the repository next finds out
+            with suppress(Unavailable):  # the next process that opens the repository finds out
                 self._register.journal.tell_evictions()
             self._register.journal.leave()
         with self._lock:
@@ -464,7 +466,7 @@ class Runner:
 
     @property
     def is_held_up(self) -> bool:
-        """Whether a thread is in the middle of a call to the system that may never return."""
+        """Whether a thread is in the middle of a system call that may never return."""
         return self._watch.is_held_up
 
     # --- the engine thread ---------------------------------------------------------------------------------------------
@@ -477,23 +479,23 @@ class Runner:
                 else:
                     self._tick()
                 self._polling.look(has_told=bool(captures))
-            except BaseException as exc:  # whatever it is, the log says it and the lines raise it, and the thread goes on
+            except BaseException as exc:  # the log shows it and the lines raise it, whatever it is, and the thread goes on
                 _logger.exception("the engine failed; it goes on")
                 for staged in captures:
                     self._register.break_off(staged, exc)
             finally:
                 for staged in captures:
-                    staged.job = staged.work = None  # they hold what they were copied from
+                    staged.job = staged.work = None  # they keep the copied tensors alive
                 self._rounds.end(len(captures))
                 self._changed.ring()
                 self.recorder.add_up()
 
     def _finish(self, captures: list[Staged]) -> None:
-        """The table of contents of the second half of some captures."""
+        """Do the second half of these captures, step by step."""
         began, newest = time.monotonic(), captures[-1]
         try:
             self._commits.take_round(captures)
-        except BaseException as exc:  # whatever it is, the handles raise it
+        except BaseException as exc:  # the handles raise it, whatever it is
             self._commits.settle(captures, exc)
         self.recorder.span("round", began, time.monotonic(), newest.progress.uid, newest.facts.step)
         self._look_around()
@@ -506,7 +508,8 @@ class Runner:
         return delay if due is None else min(delay, max(0.01, due - time.monotonic()))
 
     def _backlog(self) -> int:
-        """States that keep their memory, whatever the engine says: modules have not seen them, or they wait for parts of other ranks."""
+        """The number of states that keep their memory whatever the engine decides: modules have not seen them, or they wait for parts of
+        other ranks."""
         return self._own.backlog + self._register.awaited
 
     def _tick(self) -> None:

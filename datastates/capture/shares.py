@@ -1,4 +1,4 @@
-"""What one rank copies of a state that several hold: its shares of each tensor, where they lie in its memory."""
+"""What one rank copies of a state that several ranks hold: its shares of each tensor, and where they lie in its memory."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _Sign = tuple[torch.Size, tuple[int, ...], torch.dtype, bool]
 
 
 class Shares:
-    """The shares of ``rank`` of ``size``. ``specs`` are the tensors, whole and without a shard; ``boxes`` are this rank's, of each.
+    """The shares of ``rank`` of ``size``. ``specs`` are the whole tensors, without a shard; ``boxes`` are this rank's boxes of each.
 
-    ``ties`` are equal for tensors that are the same memory, on every rank alike; of those the first is divided. ``digest`` is the same
-    on all ranks if they divide alike. ``apart`` are ids of tensors that may differ from rank to rank: they are not pieced together of
-    several, the first that holds one stores it.
+    ``ties`` are equal for tensors that are the same memory on every rank; of such tensors the first is divided. ``digest`` is the same
+    on all ranks if they divide alike. ``apart`` are ids of tensors that may differ between ranks. These are not pieced together from
+    several ranks; the first rank that holds one stores it.
     """
 
     def __init__(self, leaves: Sequence[Leaf], rank: int, size: int, apart: Collection[int], members: Sequence[int] | None) -> None:
@@ -43,7 +43,7 @@ class Shares:
         self.digest = digest_of(divided)
 
     def are_still(self, leaves: Sequence[Leaf]) -> bool:
-        """Whether the leaves lie as they did, those too of which this rank copies nothing."""
+        """Whether the leaves lie as before, including those of which this rank copies nothing."""
         for index, leaf in enumerate(leaves):
             tensor = leaf.tensor
             if _sign(tensor) != self._signs[index]:
@@ -58,17 +58,18 @@ class Shares:
 def shares_of(
     leaves: Sequence[Leaf], rank: int, size: int, apart: Collection[int] = (), members: Sequence[int] | None = None
 ) -> Shares | None:
-    """What ``rank`` of ``size`` copies; None where that is every tensor, whole. ``apart`` as for ``Shares``, ``members`` as for
+    """What ``rank`` of ``size`` copies; None if that is every whole tensor. ``apart`` is as for ``Shares``, ``members`` as for
     ``holdings_of``.
 
-    :raises Unsupported: other ranks than these hold something of a tensor, or it has no value; names it.
+    :raises Unsupported: a rank outside the group holds something of a tensor, or a tensor has no value; names it.
     """
     is_divided = size > 1 or any(is_spread(leaf.tensor) or leaf.tensor.is_meta for leaf in leaves)
     return Shares(leaves, rank, size, apart, members) if is_divided else None
 
 
 def bytes_at(tensor: torch.Tensor, box: Box, strides: Sequence[int]) -> tuple[torch.Tensor, bool]:
-    """The stored bytes of a share, flat, of a tensor whose whole has those strides; and whether they are a view of it, or a copy."""
+    """The stored bytes of a share, flat, and whether they are a view of the tensor and not a copy. ``strides`` are those of the whole
+    tensor."""
     found = local_of(tensor)
     assert found is not None
     local = found.detach()
@@ -86,7 +87,8 @@ def bytes_at(tensor: torch.Tensor, box: Box, strides: Sequence[int]) -> tuple[to
 
 
 def tie_of(tensor: torch.Tensor) -> Hashable | None:
-    """Equal for two tensors that are the same memory; the local tensors of a DTensor may be empty on one rank, and are not asked."""
+    """A key that is equal for two tensors that are the same memory. For a DTensor it does not use the local tensors, since these may be
+    empty on a rank."""
     if is_spread(tensor):
         return id(tensor)
     return None if tensor.is_meta else memory_key(tensor)

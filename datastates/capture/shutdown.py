@@ -1,10 +1,10 @@
-"""A clean end, at exit, on Ctrl-C, SIGTERM and SIGHUP, and of what was dropped without a close: what was to become durable becomes durable.
+"""Ends cleanly at exit, on Ctrl-C, SIGTERM and SIGHUP, and after a drop without a close: what must become durable still does.
 
 Worker threads are daemons, so the interpreter runs exit handlers while they still work. SIGTERM and SIGHUP (the terminal is closed, the
-connection lost) are turned into ``SystemExit`` in the main thread, so that ``with`` blocks and exit handlers run, but only where nobody
-else handles them: what ``nohup`` ignores stays ignored.
+connection lost) are turned into ``SystemExit`` in the main thread, so that ``with`` blocks and exit handlers run. This happens only if
+nothing else handles them: what ``nohup`` ignores stays ignored.
 
-An object is collected on any thread, in the middle of anything. So what its end takes is only handed over there, and done by a thread.
+An object may be collected on any thread, in the middle of anything. So its finalizer only hands the work over, and a thread does it.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ class Closable(Protocol):
     """An object that is closed at exit."""
 
     def close(self, error: BaseException | None = None) -> None:
-        """Make durable what is to be, and let go. ``error`` ended the process, if any did."""
+        """Make durable what must be, and release everything. ``error`` is the one that ended the process, if any."""
 
 
 class _Ender:
-    """The thread that ends what was dropped, in order."""
+    """The thread that ends dropped objects, in order."""
 
     def __init__(self) -> None:
         self._ends: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         threading.Thread(target=self._run, name="datastates-end", daemon=True).start()
 
     def put(self, end: Callable[[], None]) -> None:
-        """One call, which takes no lock of Python's: it may run while any is held, and an interrupt comes before it or after it."""
+        """Queue one call, without taking a Python lock: this may run while any lock is held, and an interrupt comes before or after it."""
         self._ends.put(end)
 
     def settle(self) -> None:
@@ -59,7 +59,7 @@ class _Ender:
             try:
                 end()
                 closed(end)
-            except BaseException:  # nobody is left who could be told, and the next one must be ended too
+            except BaseException:  # no caller is left to be told, and the next one must be ended too
                 _logger.exception("ending what was dropped without a close failed")
             del end
 
@@ -68,13 +68,15 @@ _open: weakref.WeakSet[Closable] = weakref.WeakSet()
 _ends: set[Callable[[], None]] = set()
 _owner: int | None = None
 _ender: _Ender | None = None
-_exit_code = 0  # that of a signal which ends the process
+_exit_code = 0  # the exit code of a signal that ends the process
 
 
 def close_at_exit(closable: Closable, end: Callable[[], None]) -> None:
-    """Close it when the process ends. Once it is gone without a close a thread calls ``end``. A forked child does neither for its parent.
+    """Close an object when the process ends. If it is collected without a close, a thread calls ``end``. A forked child does neither for
+    its parent.
 
-    Not its ``close``, which would keep it. ``closed`` when it was closed. What a finalizer could not hand over is left for the exit.
+    ``end`` must not be the object's own ``close``, which would keep it alive. Call ``closed`` once it was closed. What a finalizer could
+    not hand over is ended at exit.
     """
     global _owner, _ender
     if _owner != os.getpid():
@@ -89,18 +91,19 @@ def close_at_exit(closable: Closable, end: Callable[[], None]) -> None:
 
 
 def closed(end: Callable[[], None]) -> None:
-    """Forget what would have been closed at exit: it is closed."""
+    """Do not call ``end`` at exit: the object is closed."""
     _ends.discard(end)
 
 
 def end_later(end: Callable[[], None], pid: int) -> None:
-    """End later what was made in process ``pid``, for finalizers: a thread does it, and the exit waits for it. Any thread, any time."""
+    """Have a thread call ``end`` later, if this is the process ``pid``; the exit waits for it. For finalizers: callable on any thread at
+    any time."""
     if pid == os.getpid() and _ender is not None:
         _ender.put(end)
 
 
 def settle() -> None:
-    """Wait until all that was dropped so far has ended; nothing where nothing was."""
+    """Wait until everything dropped so far has ended."""
     if _owner == os.getpid() and _ender is not None:
         _ender.settle()
 
@@ -111,11 +114,11 @@ def _close_all() -> None:
     if threading.current_thread() is threading.main_thread():
         for number in _SIGNALS:
             if signal.getsignal(number) is _on_signal:
-                signal.signal(number, signal.SIG_IGN)  # the end is under way: whoever asks twice must not break it off
+                signal.signal(number, signal.SIG_IGN)  # the end is under way: a second signal must not break it off
     for closable in list(_open):
         try:
             closable.close(_uncaught())
-        except Exception:  # the others are to be closed too; an interrupt ends it
+        except Exception:  # the others must be closed too; an interrupt ends this
             _logger.exception("closing a repository at exit failed")
     settle()
     for end in list(_ends):
@@ -126,7 +129,7 @@ def _close_all() -> None:
 
 
 def _uncaught() -> BaseException | None:
-    """What ends the process, where nobody caught it. Where a person types, an error ends nothing but a line."""
+    """The uncaught error that ends the process, if any. In an interactive session an error ends only the current line, so there is none."""
     if _exit_code:
         return SystemExit(_exit_code)
     return None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)

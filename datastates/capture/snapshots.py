@@ -1,11 +1,11 @@
-"""The newest states as copies on the devices that they come from.
+"""Copies of the newest states on the devices from which they come.
 
-A snapshot is made by one operator on the training's own stream, so whatever the training queues next comes after it: no update waits for
-the copy to the host, which reads from here. No state is here alone: whoever goes back to one reads its values from memory or disk as ever,
-and its tensors from here if they are here. So snapshots are given up whenever their memory is wanted, and nobody has to be told.
+One operator on the training's own stream makes a snapshot, so whatever the training queues next comes after it. No update waits for the
+copy to the host, which reads from the snapshot. No state is in a snapshot alone: a restore reads its values from memory or disk as always,
+and its tensors from here if they are here. So a snapshot can be dropped whenever its memory is wanted, and nothing needs to be told.
 
-Memory of a snapshot belongs to one stream, that of the capture which it was made for. It is written anew only on that stream, once nothing
-else reads it: the crossing has ended, which the host knows, and whoever put it back has let that stream wait for it.
+The memory of a snapshot belongs to one stream, that of the capture for which it was made. It is overwritten only on that stream, once
+nothing else reads it: the crossing has ended, which the host knows, and each restore has made that stream wait for its reads.
 """
 
 from __future__ import annotations
@@ -36,15 +36,16 @@ _logger = logging.getLogger(__name__)
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 _SPARED = 8
-"""An eighth of a device stays free, beside what the training took of it at most so far."""
+"""An eighth of a device stays free, besides the most that the training has taken of it so far."""
 
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """Where what a plan has on one device lies in a snapshot: each stretch of the stream whole, and as far behind a whole KiB as there.
+    """The layout of a snapshot of a plan's tensors on one device. Each stretch of the stream is whole, and has the same offset from a whole
+    KiB as in the stream.
 
-    ``parts`` are in order, as words of one kind; a number is so many words of zeros. ``stretches`` say the start in the stream, the first
-    byte here and the one behind.
+    ``parts`` are in order, as words of one kind; a number stands for that many words of zeros. Each of ``stretches`` is its start in the
+    stream, its first byte here and the byte after its last.
     """
 
     parts: tuple[torch.Tensor | int, ...]
@@ -54,7 +55,7 @@ class Packing:
 
 
 class Plan(Protocol):
-    """What of a plan of copies is asked here: what lies where, the zeros between tensors, and how devices were packed so far."""
+    """What is needed of a copy plan here: what lies where, the zeros between tensors, and the packings of devices so far."""
 
     routes: dict[torch.device, Route]
     gaps: list[tuple[int, int, int]]
@@ -63,10 +64,10 @@ class Plan(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Snapshot:
-    """What a state has on one device. ``memory`` belongs to ``stream``, and is right from ``written`` on.
+    """A copy of a state's tensors on one device. ``memory`` belongs to ``stream``, and is valid from the mark ``written`` on.
 
-    ``digest`` is that of the state, once memory has it: then the host has seen that ``written`` was reached. So many ``readers`` are
-    putting it back.
+    ``digest`` is the state's, once memory has the state: by then the host has seen that ``written`` was reached. ``readers`` is the
+    number of restores that are reading it.
     """
 
     uid: str
@@ -84,7 +85,7 @@ class Snapshot:
         return [(start, self.memory[first:last]) for start, first, last in self.packing.stretches]
 
     def piece(self, start: int, length: int) -> torch.Tensor | None:
-        """So many bytes of the stream, where they lie here; None where they do not."""
+        """``length`` bytes of the stream from ``start`` on; None if they do not lie here."""
         index = bisect_right(self.packing.stretches, start, key=operator.itemgetter(0)) - 1
         if index < 0:
             return None
@@ -95,7 +96,7 @@ class Snapshot:
 
 @dataclass(slots=True)
 class _Usage:
-    """What is known of a device: the most that the training took of it beside snapshots, and when its allocator failed last."""
+    """What is known of a device: the most memory that the training has taken of it besides snapshots, and its allocator's failures."""
 
     failures: int
     peak: int = 0
@@ -103,7 +104,7 @@ class _Usage:
 
 
 class Snapshots:
-    """Those of one repository: ``budget`` bytes on each device at most, the oldest makes room for the next.
+    """The snapshots of one repository: at most ``budget`` bytes on each device; the oldest makes room for the next.
 
     ``take`` belongs to training threads; any thread may call the rest.
     """
@@ -118,9 +119,9 @@ class Snapshots:
         self._lock = Mutex()
 
     def take(self, uid: str, plan: Plan, device: torch.device) -> Snapshot | None:
-        """Copy what a state has on a device, in the order of the current stream; None where there is no memory for it.
+        """A copy of a state's tensors on a device, made in the order of the current stream; None if there is no memory for it.
 
-        The first capture of a plan has none: how much memory a step with it takes is not known before.
+        The first capture of a plan gets none, because it is not known before how much memory a step with this plan takes.
         """
         if self._is_given_up or device not in plan.routes:
             return None
@@ -149,7 +150,8 @@ class Snapshots:
 
     @contextmanager
     def reading(self, uid: str, digest: str) -> Iterator[Sequence[Snapshot]]:
-        """The snapshots of a state, one a device, to be read on the current streams; queue whatever reads them within the block."""
+        """The snapshots of a state, one for each device, for reading on the current streams; queue everything that reads them within the
+        block."""
         with self._lock:
             found = [each for each in self._held if each.uid == uid and each.digest == digest]
             for each in found:
@@ -166,7 +168,8 @@ class Snapshots:
                         each.readers -= 1
 
     def keep(self, branch: str, uid: str) -> None:
-        """The state that a training would go back to: of those of its branch that are not the newest, this one makes room last."""
+        """Keep the snapshots of the state to which a training would go back: of those of its branch that are not the newest, they make room
+        last."""
         with self._lock:
             self._kept[branch] = uid
 
@@ -179,7 +182,7 @@ class Snapshots:
     # All below runs under the lock
 
     def _memory_for(self, packing: Packing, stream: Stream, room: int) -> torch.Tensor | None:
-        """New memory within ``room``, or that of the oldest which may go."""
+        """New memory within ``room``, or that of the oldest snapshot that may be dropped."""
         device, size, kept = stream.device, packing.size, frozenset(self._kept.values())
         free = [each for each in self._on(device) if not each.is_crossing and not each.readers and each.uid not in kept]
         while self._held_on(device) + size > room:
@@ -196,14 +199,14 @@ class Snapshots:
             return None
 
     def _room_on(self, device: torch.device) -> int:
-        """How much of a device all snapshots may take, as it stands; where the training is short of memory, all are given up."""
+        """How much memory of a device all snapshots may take now; if the training is short of memory, all of them are given up."""
         try:
             memory, held = devices().memory(device), self._held_on(device)
-        except RuntimeError as exc:  # an allocator of the user's own, which does not count
+        except RuntimeError as exc:  # the user's own allocator, which keeps no counts
             self._give_up(device, f"its memory is not known ({exc})")
             return 0
         usage = self._usage.setdefault(device, _Usage(memory.failures))
-        if memory.peak != usage.peak:  # then it was reached beside what is held since
+        if memory.peak != usage.peak:  # the new peak was reached besides what is held since
             usage.peak, usage.needed = memory.peak, max(usage.needed, memory.peak - held)
         spare = memory.reach - memory.total // _SPARED - usage.needed
         if memory.failures > usage.failures:
@@ -234,7 +237,7 @@ class Snapshots:
 
 
 def packing_of(route: Route, gaps: Collection[tuple[int, int, int]]) -> Packing:
-    """How all that lies on a device is packed; ``gaps`` are those of the plan."""
+    """How everything that lies on a device is packed; ``gaps`` are those of the plan."""
     holes = {chunk * CHUNK_BYTES + first: last - first for chunk, first, last in gaps}
     parts = list[Source | int]()
     stretches = list[tuple[int, int, int]]()
@@ -257,14 +260,14 @@ def packing_of(route: Route, gaps: Collection[tuple[int, int, int]]) -> Packing:
 
 
 def _widest(parts: Sequence[Source | int]) -> torch.dtype:
-    """The widest words that all parts consist of. torch joins wide ones faster, and 2**31 or more only by a launch for each part."""
+    """The widest words of which all parts consist. torch joins wide ones faster, and 2**31 or more only by a launch for each part."""
     lengths = [part if isinstance(part, int) else part.flat.numel() | int(part.flat.storage_offset()) for part in parts]
     common = functools.reduce(operator.or_, lengths, 0)
     return next(word for word in _WORDS if not common % word.itemsize)
 
 
 def piece_of(near: Sequence[Snapshot], spec: TensorSpec) -> torch.Tensor | None:
-    """The stored bytes of a tensor that lies whole in one of these; None where it does not."""
+    """The stored bytes of a tensor that lies whole in one of these snapshots; None if it does not."""
     if spec.alias is not None or not is_whole(spec) or not spec.shards or not spec.shards[0].length:
         return None
     found = (each.piece(spec.shards[0].start, spec.shards[0].length) for each in near)
@@ -272,6 +275,6 @@ def piece_of(near: Sequence[Snapshot], spec: TensorSpec) -> torch.Tensor | None:
 
 
 def tensors_of(near: Sequence[Snapshot], specs: Sequence[TensorSpec]) -> Mapping[int, torch.Tensor]:
-    """The tensors of a state that lie in these, by index: to be read only."""
+    """The tensors of a state that lie in these snapshots, by index; callers must not write to them."""
     pieces = {index: piece_of(near, spec) for index, spec in enumerate(specs)} if near else {}
     return {index: rebuild(piece, specs[index]) for index, piece in pieces.items() if piece is not None}

@@ -1,7 +1,7 @@
-"""Copying a state's bytes into slots: at once what may change next, behind the fence what the optimizer alone changes.
+"""Copies a state's bytes into slots: at once what may change next, and behind the fence what only the optimizer changes.
 
-One ``Stager`` belongs to a repository and owns the thread ``datastates-stage``. Jobs are done in the order in which they were
-begun, so what they are handed on to sees captures in order.
+One ``Stager`` belongs to a repository and owns the thread ``datastates-stage``. It does jobs in the order in which they were
+begun, so the next stage gets captures in order.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ _INLINE_BYTES = 1 << 20
 class Stager:
     """Copies states into an arena. ``begin`` and ``fence`` run on the training thread, the rest on the stage thread.
 
-    ``hold`` finds chunks in memory: what stays the same on a device is then not copied from there. ``snapshots`` are taken of what lies on
-    one, if any.
+    ``hold`` finds chunks in memory, so that chunks that stay the same on a device are not copied from it. ``snapshots`` takes snapshots of
+    what lies on devices, if it is given.
     """
 
     def __init__(self, arena: Arena, hold: Hold | None = None, snapshots: Snapshots | None = None) -> None:
@@ -46,20 +46,20 @@ class Stager:
         self._thread.start()
 
     def begin(self, job: CopyJob, *, is_deferring: bool = True) -> None:
-        """Copy now what may change next; when this returns only fenced tensors are still read.
+        """Copy now what may change next; when this returns, only fenced tensors are still read.
 
         With ``is_deferring=False`` nothing is read any more when this returns.
         """
         job.armed = job.plan.tripwire.arm()
         for chunk, first, last in job.plan.gaps:
-            self._arena.tensor(job.slots[chunk])[first:last].zero_()  # a slot was another's before
+            self._arena.tensor(job.slots[chunk])[first:last].zero_()  # the slot may hold bytes of another state
         if job.plan.devices or job.numbers:
             self._crossings.begin(job, is_deferring=is_deferring)
             copy(host_pairs(job, self._arena, is_deferred=False))
             if not job.plan.routes.get(HOST, NOTHING).deferred:
                 job.is_host_read.set()
                 if all(crossing.is_apart or not job.plan.routes.get(crossing.device, NOTHING).deferred for crossing in job.crossings):
-                    _seal(job)  # whoever changes something now changes nothing that is still to be copied
+                    _seal(job)  # no copy reads the training's tensors any more
             job.eager_done.set()
         elif job.plan.eager_bytes <= _INLINE_BYTES or torch.get_num_threads() == 1:
             _copy_eager(job.plan, job.slots, self._arena)
@@ -70,7 +70,7 @@ class Stager:
             self.fence(job)
 
     def abandon(self, job: CopyJob, error: BaseException) -> None:
-        """End a job whose ``begin`` was interrupted. It may have been handed over by then: it is finished once all the same."""
+        """End a job whose ``begin`` was interrupted. Even if it was handed over by then, it is finished only once."""
         job.error = job.error or error
         self._crossings.put(job)
 
@@ -91,25 +91,25 @@ class Stager:
             self._thread.join()
 
     def _take(self, job: CopyJob | None) -> None:
-        """What is to be copied from devices is queued: the stage thread does the rest."""
+        """Hand a job to the stage thread, once its copies from devices are queued."""
         self._jobs.put(job)
 
     def _run(self) -> None:
-        torch.get_num_threads()  # torch sets this thread's number of OpenMP threads at its first use; then it is ours to set
+        torch.get_num_threads()  # torch sets this thread's number of OpenMP threads at its first use; after that we can set it
         with threadpoolctl.threadpool_limits(limits=1, user_api="openmp"):
             while (job := self._jobs.get()) is not None:
                 self._finish(job)
-                del job  # or the last one's tensors would live until the next
+                del job  # otherwise its tensors would live until the next job
 
     def _finish(self, job: CopyJob) -> None:
         """Runs on the stage thread."""
         if job.is_copied.is_set():
-            return  # it was abandoned after it had been handed over
+            return  # the job was abandoned after it was handed over
         job.began = time.monotonic()
         try:
             if job.error is None:
                 self._copy_all(job)
-        except BaseException as exc:  # whatever it is, the handle raises it, and the thread goes on
+        except BaseException as exc:  # the handle raises it, whatever it is, and the thread goes on
             job.error = exc
         finally:
             self._crossings.end(job)
@@ -124,7 +124,7 @@ class Stager:
             job.eager_done.set()
         if not job.crossings:
             self._arena.make_real(slot for slot, pieces in zip(job.slots, job.plan.eager, strict=True) if not pieces.sources)
-        # Where everything is in host memory the views are made here: the training thread has better things to do.
+        # If everything is in host memory, the views are made here, to spare the training thread.
         on_host = host_pairs(job, self._arena, is_deferred=True) if job.crossings else _pairs(job, self._arena)
         copy(on_host)
         job.is_host_read.set()
@@ -145,7 +145,7 @@ class Stager:
             )
 
     def _changed(self, job: CopyJob) -> list[str]:
-        """What lies in a chunk that was copied late, and is not what its device digested when ``capture`` was called."""
+        """The paths of tensors in chunks that were copied late, and do not match what their device digested when ``capture`` was called."""
         lengths = job.plan.layout.chunk_lengths
         late = (chunk for chunk in job.digests if chunk not in job.here)
         wrong = {chunk for chunk in late if chunk_digest(self._arena.memory(job.slots[chunk], lengths[chunk])) != job.digests[chunk]}
@@ -153,7 +153,7 @@ class Stager:
 
 
 def _seal(job: CopyJob) -> list[int]:
-    """The versions before the fence opens: afterwards the optimizer bumps them rightly, on a device long before the copy is done."""
+    """The versions before the fence opens: afterwards the optimizer rightly increases them, on a device long before the copy is done."""
     with job.seal:
         if job.versions is None:
             job.versions = job.plan.tripwire.versions()
@@ -172,7 +172,7 @@ def _pairs(job: CopyJob, arena: Arena) -> Pairs:
 
 
 def _copy_eager(plan: CopyPlan, slots: Sequence[int], arena: Arena) -> None:
-    """Copy from host memory what is not deferred; a chunk of many small tensors by one ``cat``, which needs no views."""
+    """Copy from host memory what is not deferred; a chunk of many small tensors takes one ``cat``, which needs no views."""
     targets: list[torch.Tensor] = []
     sources: list[torch.Tensor] = []
     for chunk, pieces in enumerate(plan.eager):

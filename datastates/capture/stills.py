@@ -1,8 +1,8 @@
-"""What stays the same from capture to capture on a device, known by its digests there: it is not copied to the host.
+"""Finds, by digests on the device, chunks that stay the same from capture to capture, which are then not copied to the host.
 
 A *still* chunk is one of frozen parameters whose digest was the same in the last two captures. ``look`` runs on the training thread, in the
-order of its stream, so that a digest is that of the state that is captured; ``learn`` on the crossing thread, once the lanes have arrived.
-Digests only save copies: where a device cannot work them out, or works out others than the host, everything is copied.
+order of its stream, so that a digest is that of the captured state. ``learn`` runs on the crossing thread, once the lanes have arrived.
+Digests only save copies: if a device cannot compute them, or computes others than the host, everything is copied.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ __all__ = ["Look", "Stills", "beside", "is_within", "stills_of"]
 _logger = logging.getLogger(__name__)
 
 _MOST_LAUNCHES = 1000
-"""More are not worth it on a training's stream: without Triton's kernels only short chunks are digested there."""
+"""The most operators that are worth it on a training's stream: without Triton's kernels only short chunks are digested there."""
 
 _PATIENCE, _LONGEST_PAUSE = 3, 64
-"""After so many looks in a row that found nothing still, captures are left out between looks: 1, 2, 4, … at most so many."""
+"""After this many looks in a row that found nothing still, captures are left out between looks: 1, 2, 4, … up to the second number."""
 
 
 class Source(Protocol):
-    """A tensor, or a part of one, that lies together in the stream of a state from ``start`` on."""
+    """A tensor, or a part of one, that is contiguous in the stream of a state from ``start`` on."""
 
     flat: torch.Tensor
     start: int
@@ -41,9 +41,9 @@ class Source(Protocol):
 
 @dataclass(slots=True)
 class Look:
-    """One capture's digests of what may be still: ``skipped`` are the chunks that are not copied unless they have to be.
+    """One capture's digests of chunks that may be still: ``skipped`` are the chunks that are copied only if they turn out to have changed.
 
-    ``lanes`` holds one tensor: on the device, until it is replaced by its copy on the host.
+    ``lanes`` holds one tensor: it is on the device, until it is replaced by its copy on the host.
     """
 
     stills: Stills
@@ -52,19 +52,19 @@ class Look:
     _found: dict[int, bytes] = field(default_factory=dict)
 
     def learn(self) -> dict[int, bytes]:
-        """The digest of each chunk, now that the lanes have arrived; the next captures know it, too."""
+        """The digest of each chunk, now that the lanes have arrived; the next captures compare with it, too."""
         if not self._found:
             self._found = self.stills._learn(self.lanes[0])
         return self._found
 
     def try_out(self, digest_of: Callable[[int], bytes]) -> None:
-        """The first time, compare each digest with the host's of the bytes that were copied."""
+        """For the first capture, compare each digest with the host's digest of the copied bytes."""
         if not self.stills.is_tried:
             self.stills._try_out(all(digest == digest_of(chunk) for chunk, digest in self.learn().items()))
 
 
 class Stills:
-    """The chunks of one plan on one device that may be still. ``parts`` are where their tensors lie.
+    """The chunks of one plan on one device that may be still. ``parts`` says where their tensors lie.
 
     ``is_tried``: the host has compared the digests of one capture.
     """
@@ -84,7 +84,7 @@ class Stills:
         return self._digester.launches
 
     def look(self) -> Look | None:
-        """Queue the digests on the current stream; None where the device does not work them out, or all changes from capture to capture."""
+        """Queue the digests on the current stream; None if the device does not compute them, or if everything changes between captures."""
         if self._is_given_up:
             return None
         if self._left_out:
@@ -92,12 +92,12 @@ class Stills:
             return None
         try:
             return Look(self, [self._digester.lanes()], self._still)
-        except Exception as exc:  # a kernel that cannot be compiled here, or no memory for it
+        except Exception as exc:  # a kernel may not compile here, or memory may be short
             self._give_up(f"cannot be digested there ({exc!r})")
             return None
 
     def stretches(self, chunks: Iterable[int]) -> list[tuple[int, torch.Tensor]]:
-        """What lies in these chunks: where in the stream, and the bytes."""
+        """The contents of these chunks: the start of each stretch in the stream, and its bytes."""
         return [(chunk * CHUNK_BYTES + offset, data) for chunk in sorted(chunks) for offset, data in self.parts[chunk]]
 
     def _learn(self, lanes: torch.Tensor) -> dict[int, bytes]:
@@ -119,7 +119,7 @@ class Stills:
 
 
 def stills_of(sources: Iterable[Source], lengths: Sequence[int]) -> dict[torch.device, Stills]:
-    """By device, the chunks that these sources alone make up, and that a device can digest."""
+    """For each device, the chunks that consist of these sources alone, and that the device can digest."""
     parts: dict[int, list[Part]] = {}
     for source in sorted(sources, key=lambda each: each.start):
         if source.flat.numel() >= LARGE_BYTES and devices().is_on(source.flat):
@@ -134,7 +134,7 @@ def stills_of(sources: Iterable[Source], lengths: Sequence[int]) -> dict[torch.d
 
 
 def beside(stretches: Iterable[tuple[int, torch.Tensor]], chunks: frozenset[int]) -> Iterator[tuple[int, torch.Tensor]]:
-    """What of these stretches of the stream lies in other chunks, in as few pieces as that allows."""
+    """The parts of these stretches that lie outside ``chunks``, in as few pieces as possible."""
     for start, flat in stretches:
         first, end = start, start + flat.numel()
         for chunk in sorted(chunks.intersection(range(start // CHUNK_BYTES, -(-end // CHUNK_BYTES)))):
@@ -151,7 +151,7 @@ def is_within(source: Source, chunks: frozenset[int]) -> bool:
 
 
 def _cut(start: int, flat: torch.Tensor) -> Iterator[tuple[int, int, torch.Tensor]]:
-    """The chunks that a stretch lies in, where it begins in each, and its bytes there."""
+    """For each chunk in which a stretch lies: the chunk, where the stretch begins in it, and its bytes there."""
     done = 0
     while done < flat.numel():
         chunk, offset = divmod(start + done, CHUNK_BYTES)

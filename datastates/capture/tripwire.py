@@ -1,11 +1,11 @@
-"""The tripwire: was a tensor changed between the call of ``capture`` and the end of its deferred copy?
+"""The tripwire finds tensors that were changed between the call of ``capture`` and the end of their deferred copy.
 
-Two signs are looked at. ``Tensor._version`` counts ordinary in-place changes. Edits through ``.data``, and fused kernels,
-leave it alone; so a spread sample of each tensor's elements is taken when ``capture`` is called and compared with the same
-elements of the copy. What was copied is compared, not the source as it stands afterwards: a swap there and back is seen.
+It checks two signs. ``Tensor._version`` counts ordinary in-place changes. Edits through ``.data``, and fused kernels, do
+not change it; so a spread sample of each tensor's elements is taken when ``capture`` is called and compared with the same
+elements of the copy. Because the copy is compared, not the source as it is afterwards, a swap there and back is seen.
 
-What neither sign shows: an edit through ``.data`` (or by foreign code) of so few elements that the sample misses them, after
-``capture`` and before the copy of that tensor. ``run.fence()`` before such edits, or ``repo.track(..., defer=False)``.
+Neither sign shows an edit through ``.data`` (or by foreign code) of so few elements that the sample misses them, after
+``capture`` and before the copy of that tensor. Call ``run.fence()`` before such edits, or ``repo.track(..., defer=False)``.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from datastates.system.devices import devices
 __all__ = ["SAMPLES", "STATE_SAMPLES", "Armed", "Tripwire", "Watched"]
 
 SAMPLES = 32
-"""Elements of each deferred parameter that are looked at."""
+"""The number of elements of each deferred parameter that are sampled."""
 
 STATE_SAMPLES = 8
-"""The same for other deferred tensors: the state of an optimizer, which hardly anybody edits by hand."""
+"""The same for other deferred tensors: the state of an optimizer, which is hardly ever edited by hand."""
 
 _WORDS: dict[int, torch.dtype] = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 
 
 @dataclass(frozen=True, slots=True)
 class Watched:
-    """A deferred tensor: its path, the tensor, its bytes as a flat view, where they go in the stream, and of how many a sample is taken."""
+    """A deferred tensor: its path, the tensor, its bytes as a flat view, their start in the stream, and the number of elements sampled."""
 
     path: str
     tensor: torch.Tensor
@@ -54,12 +54,12 @@ class Armed:
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """The watched tensors of one item size on one device: sampled with one call, looked up in the arena with one more.
+    """The watched tensors of one item size on one device: one call samples them, and one more looks the samples up in the arena.
 
-    ``members`` says for each sampled element which tensor it is of. NumPy joins strided pieces of host memory in half the time that
-    ``torch.cat`` takes, and keeps the interpreter's lock over short ones, which training would else be given and asked for again. Its
-    ``arrays`` hold as long as the ``tensors`` lie at the same ``pointers``; ``views`` follow a storage that was resized. ``copies`` are
-    where the samples lie once they are copied: the chunk, and the words there.
+    ``members`` says for each sampled element to which tensor it belongs. NumPy joins strided pieces of host memory in half the time that
+    ``torch.cat`` takes. It also keeps the interpreter's lock for short pieces, where torch would hand it to the training and then wait to
+    get it back. ``arrays`` are valid as long as the ``tensors`` lie at the same ``pointers``; ``views`` follow a storage that was resized.
+    ``copies`` says where the samples lie once they are copied: the chunk, and the words in it.
     """
 
     members: npt.NDArray[np.int64]
@@ -90,13 +90,13 @@ class Tripwire:
         return Armed(self.versions(), [group.sample() for group in self._groups])
 
     def versions(self) -> list[int]:
-        """The versions of the watched tensors as they are; to be read before a fence lets the next change happen."""
+        """The current versions of the watched tensors; read them before a fence lets the next change happen."""
         return [*map(_VERSION, self._tensors)]
 
     def tripped(self, armed: Armed, versions: Sequence[int], slots: Sequence[int], arena: torch.Tensor) -> list[str]:
         """The paths of tensors that changed before they were copied into ``slots`` of ``arena`` (all of it, uint8).
 
-        ``versions`` are those at the first fence after ``capture``, or at the end of the copy.
+        ``versions`` are those at the first fence after ``capture``, or at the end of the copy, whichever is earlier.
         """
         hit = {i for i, (old, new) in enumerate(zip(armed.versions, versions, strict=True)) if new != old}
         for group, sample in zip(self._groups, armed.samples, strict=True):

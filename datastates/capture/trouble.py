@@ -1,6 +1,6 @@
-"""That nothing can be written for now: what is the matter, since when, and what it has cost.
+"""Keeps track of trouble, when nothing can be written for now: its reason, since when it lasts, and what it has cost.
 
-The log says it when it begins, every ``_SAY_AGAIN_S`` while it lasts, and when it is over; ``describe`` says it to whoever asks.
+It is logged when it begins, every ``_SAY_AGAIN_S`` while it lasts, and when it is over; ``describe`` tells callers that ask.
 """
 
 from __future__ import annotations
@@ -18,33 +18,33 @@ __all__ = ["CLOSING_S", "Trouble", "is_full"]
 _logger = logging.getLogger(__name__)
 
 CLOSING_S = 5.0
-"""How long whoever closes a training or a repository waits for a disk that is in trouble: many schedulers give ten seconds to all of it."""
+"""How long closing a training or a repository waits for a disk in trouble: many schedulers give ten seconds for the whole end."""
 
 _SAY_AGAIN_S = 600.0
 
 
 def is_full(error: BaseException) -> bool:
-    """Whether a write failed for want of room."""
+    """Whether a write failed because there was no room."""
     cause = error.__cause__
     return isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 @dataclass(slots=True)
 class Trouble:
-    """One for each runner, used under its lock. ``failures`` are all so far; ``why`` is None while all is well."""
+    """The trouble of one runner, used under its lock. ``failures`` counts all so far; ``why`` is None while there is no trouble."""
 
     clock: Callable[[], float] = time.monotonic
     failures: int = 0
     why: str | None = None
     since: float = 0.0
     closing_since: float | None = None
-    """When somebody began to wait for the end of it, to close."""
+    """When a caller that closes began to wait for the end of the trouble."""
     _given_way: int = 0
     _skipped: int = 0
     _said_at: float = field(default=0.0, repr=False)
 
     def begin(self, why: str) -> None:
-        """Writing failed, or has stalled."""
+        """Note that writing failed, or has stalled."""
         is_new, self.why = self.why is None, why
         if is_new:
             self.since = self._said_at = self.clock()
@@ -55,22 +55,22 @@ class Trouble:
             )
 
     def note_left(self, count: int) -> None:
-        """States have left memory unwritten."""
+        """Note that states have left memory unwritten."""
         self._given_way += count
 
     def note_skipped(self) -> None:
-        """A capture was not taken."""
+        """Note that a capture was not taken."""
         self._skipped += 1
 
     def remind(self, waiting: int) -> None:
-        """Say again that it lasts, if it was not said for long."""
+        """Log that the trouble lasts, if that was not logged for a while."""
         if self.why is not None and self.clock() - self._said_at >= _SAY_AGAIN_S:
             self._said_at = self.clock()
             lasting = event("writes.still_paused", seconds=self._said_at - self.since, waiting=waiting, reason=self.why)
             _logger.warning("still %s", self.describe(waiting), extra=lasting)
 
     def end(self, waiting: int) -> None:
-        """A state was written; ``waiting`` are to be."""
+        """Note that a state was written, which ends the trouble; ``waiting`` states are still to be written."""
         if self.why is None:
             return
         after = self.clock() - self.since
@@ -80,14 +80,14 @@ class Trouble:
         self._given_way = self._skipped = 0
 
     def describe(self, waiting: int) -> str | None:
-        """What is the matter; None while all is well."""
+        """What the trouble is; None while there is none."""
         if self.why is None:
             return None
         states = "1 state waits" if waiting == 1 else f"{waiting} states wait"
         return f"nothing can be written since {self.clock() - self.since:.0f} s, and {states} in memory{self._cost()}: {self.why}"
 
     def describe_lost(self, names: Sequence[str]) -> str:
-        """What is lost with this process, and why: at least one state, by name."""
+        """What is lost with this process, and why: names of at least one state."""
         said = f"{names[0]} is in memory only, and is lost with this process"
         if len(names) > 1:
             more = f" and {len(names) - 5} more" if len(names) > 5 else ""

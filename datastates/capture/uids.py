@@ -1,6 +1,7 @@
-"""The uid of the next state: drawn by a tracker that is alone, derived where several ranks capture the same state.
+"""The uid of the next state: a single tracker draws it at random, and several ranks that capture the same state derive it.
 
-Ranks that capture one state give it one uid before anything is copied, and without a message: they derive it from what all of them know.
+Ranks that capture one state give it one uid before anything is copied, without exchanging a message: they derive it from what all of them
+know.
 """
 
 from __future__ import annotations
@@ -16,25 +17,25 @@ _DIGITS = 24
 
 
 class Uids(Protocol):
-    """Asked once at each capture, on the training thread, also for one that is skipped afterwards."""
+    """Gives uids: one for each capture, on the training thread, even if the capture is skipped afterwards."""
 
     def next(self, branch: str, step: int, micro_step: int) -> str:
-        """The uid of the state that is captured there: 24 lower-case hex digits."""
+        """The uid of the state that is captured at this step: 24 lower-case hex digits."""
 
 
 class Drawn:
     """A random uid for each state."""
 
     def next(self, branch: str, step: int, micro_step: int) -> str:
-        """A uid that nobody else has."""
+        """A uid that no other state has."""
         return secrets.token_hex(_DIGITS // 2)
 
 
 class Agreed:
-    """The same uids on every rank that captures at the same steps in the same order. One for all trackers of a process.
+    """The same uids on every rank that captures at the same steps in the same order. All trackers of a process share one.
 
-    ``run`` is the uid of the job that runs now, which its ranks share and no other job ever has. A step that comes again on a branch, as
-    after a restore, counts as another turn and gives other uids.
+    ``run`` is the uid of the current job, which its ranks share and no other job ever has. A step that comes again on a branch, as
+    after a restore, counts as another turn and gets another uid.
     """
 
     def __init__(self, run: str) -> None:
@@ -42,7 +43,7 @@ class Agreed:
         self._turns: dict[str, tuple[int, tuple[int, int]]] = {}
 
     def next(self, branch: str, step: int, micro_step: int) -> str:
-        """The uid that every rank derives there."""
+        """The uid that every rank derives at this step."""
         turn, last = self._turns.get(branch, (0, (-1, -1)))
         if (step, micro_step) <= last:
             turn += 1

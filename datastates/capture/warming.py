@@ -1,11 +1,11 @@
-"""How much memory states take: how many slots are to be warm, and the thread that makes them so, little by little.
+"""Decides how much memory states take, that is how many slots should be warm, and has a thread that warms them little by little.
 
-Fresh memory costs the machine up to a second of a core a GiB, whichever thread touches it first. So captures take it at once only for
-small states and for the fewest large ones that they get by with. Then what is warm is used again before more is touched, and the rest
-becomes warm at a small part of a core's time, however long that takes: meanwhile fewer states are kept. The thread has the priority of
-any other: at a lower one it would now and then hold the interpreter's lock without being given a core.
+Fresh memory costs the machine up to one second of a core for each GiB, whichever thread touches it first. So captures take it at once only
+for small states, and for as few large ones as they can do with. After that, warm slots are used again before more memory is touched. The
+rest is warmed with a small part of a core's time, however long that takes; meanwhile fewer states are kept. The thread has normal
+priority: at a lower one it would now and then hold the interpreter's lock without being given a core.
 
-Where memory runs short, in the machine or in a control group, no more of it is taken: what is warm is used again, and states that may not
+If memory runs short, in the machine or in a control group, no more of it is taken: warm slots are used again, and states that may not
 leave memory are written to make room.
 """
 
@@ -31,21 +31,21 @@ __all__ = ["Warmer"]
 _logger = logging.getLogger(__name__)
 
 _REST = 19.0
-"""After touching a slot the thread rests for so many times as long as that took: it takes a twentieth of a core."""
+"""After it has touched a slot, the thread rests for this many times as long as that took, so that it takes a twentieth of a core."""
 
 
 _LOOK_S = 0.5
-"""How often it is looked whether memory runs short."""
+"""How often to check whether memory runs short, in seconds."""
 
 _SHORT_S = 1.0
-"""How long nothing is touched once memory has run short."""
+"""For how long no memory is touched once it has run short, in seconds."""
 
 
 class Warmer:
-    """Knows what one state of each line takes, and warms the arena up to what is kept of them. Safe from any thread.
+    """Knows how many slots one state of each line takes, and warms the arena for as many states as are kept. Safe from any thread.
 
-    ``is_given``: somebody chose the size of the arena, so all of it is used. ``latest``: so many states each line is to keep (None: as many
-    as fit). ``available`` says how much memory may still be taken.
+    ``is_given``: the user chose the size of the arena, so all of it is used. ``latest`` is how many states each line should keep (None: as
+    many as fit). ``available`` returns how much memory may still be taken.
     """
 
     def __init__(self, arena: Arena, *, is_given: bool, latest: int | None = None, available: Callable[[], int] | None = None) -> None:
@@ -60,7 +60,7 @@ class Warmer:
         self._thread.start()
 
     def allowed(self, count: int) -> int:
-        """How many slots may be warm with a capture of ``count``, before states that may leave memory do so."""
+        """How many slots may be warm, including a capture of ``count``, before states that may leave memory have to."""
         with self._lock:
             if not self._sizes:
                 return 0
@@ -69,17 +69,18 @@ class Warmer:
 
     @property
     def within(self) -> int | None:
-        """How many slots may be warm even for states that may not leave memory; None: all of them."""
+        """How many slots may be warm, even to hold states that may not leave memory; None: all of them."""
         with self._lock:
             return self._most() if self._is_tight else None
 
     def look(self) -> None:
-        """See whether memory has run short, or is there again; now and then, as it takes a millisecond. Never on the training thread."""
+        """Check whether memory has run short, or is available again. It takes a millisecond, so it checks only now and then; never call it
+        on the training thread."""
         now = time.monotonic()
         if not self._sizes or now - self._looked_at < _LOOK_S:
             return
         self._looked_at = now
-        available = self._available() // (2 if self._is_tight else 1)  # twice as much must be there again, or it would change all the time
+        available = self._available() // (2 if self._is_tight else 1)  # to recover takes twice as much, or it would change all the time
         is_tight_now = is_tight(available, self._arena.warm * CHUNK_BYTES)
         if is_tight_now == self._is_tight:
             return
@@ -94,12 +95,12 @@ class Warmer:
 
     @property
     def kept(self) -> int:
-        """How many slots are to be warm in the end."""
+        """How many slots will be warm in the end."""
         with self._lock:
             return self._kept()
 
     def expect(self, line: str, slots: int) -> None:
-        """A state of this line takes so many slots."""
+        """Note how many slots a state of this line takes."""
         with self._lock:
             is_more = self._sizes.get(line, 0) < slots
             if is_more:
@@ -108,14 +109,14 @@ class Warmer:
             self._changed.ring()
 
     def forget(self, line: str) -> None:
-        """The line ended."""
+        """Forget a line that has ended."""
         with self._lock:
             self._sizes.pop(line, None)
 
     def say(self, size_bytes: int) -> None:
-        """Tell the user how many states of this size are kept: once, and again where they turn out to be fewer."""
+        """Log how many states of this size are kept: once, and again if they turn out to be fewer."""
         with self._lock:
-            fit = max(1, self._kept() // max(1, sum(self._sizes.values())) - 1)  # beside the one that is being captured
+            fit = max(1, self._kept() // max(1, sum(self._sizes.values())) - 1)  # besides the one that is being captured
             kept = fit if self._latest is None else min(fit, self._latest)
             if self._said is not None and kept >= self._said:
                 return
@@ -143,7 +144,7 @@ class Warmer:
         return min(kept, self._most()) if self._is_tight else kept
 
     def _most(self) -> int:
-        """How many slots may be warm while memory is short: those that are, and as many as captures cannot do without."""
+        """How many slots may be warm while memory is short: those that are, and those that captures cannot do without."""
         return min(self._arena.capacity, max(self._arena.warm, FEWEST * sum(self._sizes.values())))
 
     def _run(self) -> None:
@@ -157,10 +158,10 @@ class Warmer:
                 self._arena.warm_up()
                 self._rest(_REST * (time.perf_counter() - began))
         except Closed:
-            return  # whoever gave up its captures does not wait for this thread
+            return  # a runner that gave up its captures does not wait for this thread
 
     def _wait_for_need(self) -> bool:
-        """Wait until more is to be warm than is; False at the end."""
+        """Wait until more slots should be warm than are; False at the end."""
         self._changed.wait_for(lambda: self._is_closed or self._arena.warm < self.kept)
         return not self._is_closed
 

@@ -1,4 +1,4 @@
-"""Whether the threads of a runner go on, as far as the calls to the system say that they are in; and for how long callers wait for them."""
+"""Checks whether the threads of a runner make progress, by the system calls that they are in, and limits how long callers wait for them."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from .trouble import CLOSING_S, Trouble
 __all__ = ["STALL_S", "STUCK_S", "Watch"]
 
 STALL_S = 30.0
-"""A write that has made no progress for so long is stalled."""
+"""A write that has made no progress for this long, in seconds, counts as stalled."""
 
 STUCK_S = 90.0
-"""The lineage is given so long to answer whoever must wait for it: longer than it waits for another process's lock."""
+"""How long a caller that must wait for the lineage gives it to answer, in seconds: longer than it waits for another process's lock."""
 
 _RETRY_S = 1.0
-"""How often what cannot be written is tried while somebody waits for it to close."""
+"""How often writing is tried again while a caller that closes waits for it, in seconds."""
 
 
 class Watch:
-    """Looks from any thread at the one that records and the one that writes. What has stalled begins a trouble."""
+    """Watches the thread that records and the one that writes, from any thread. A stalled write begins a trouble."""
 
     def __init__(
         self, trouble: Trouble, register: Register, locked: Locked, *, recording: threading.Thread, writing: threading.Thread
@@ -36,22 +36,22 @@ class Watch:
 
     @property
     def is_held_up(self) -> bool:
-        """Whether one of them is in the middle of a call that may never return."""
+        """Whether one of the threads is in the middle of a system call that may never return."""
         return any(_stalled(thread, STALL_S) is not None for thread in (self._recording, self._writing))
 
     def look(self) -> None:
-        """See whether the write that is under way goes on."""
+        """Check whether the write that is under way makes progress."""
         is_stalled = self._begins_trouble(_stalled(self._writing, STALL_S))
         if is_stalled != self._engine.is_stalled:
             self._post(Stalled(is_stalled))
 
     def is_stuck(self) -> bool:
-        """Whether the lineage has not answered for too long; looks at the write as well."""
+        """Whether the lineage has not answered for too long; checks the write as well."""
         self.look()
         return self._begins_trouble(_stalled(self._recording, STUCK_S))
 
     def raise_if_stuck(self) -> None:
-        """End the waiting for the lineage.
+        """End a wait for the lineage if it is stuck.
 
         :raises Unavailable: it has not answered for too long.
         """
@@ -59,9 +59,9 @@ class Watch:
             raise Unavailable(f"captures are not recorded: {self._trouble.why}", trouble="lineage")
 
     def hopeless(self, failures: int) -> Unavailable | None:
-        """The error for callers that wait for what is to be durable, once the disk has been in trouble for too long.
+        """The error for callers that wait for states to become durable, once the disk has been in trouble for too long.
 
-        Each of them sees it tried at least once more: ``failures`` were all when it began to wait.
+        Each caller sees at least one more try: ``failures`` is the count when it began to wait.
         """
         self.look()
         now, trouble = time.monotonic(), self._trouble

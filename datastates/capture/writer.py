@@ -1,4 +1,4 @@
-"""The thread that writes states to disk, one after the other, as the engine says which."""
+"""The thread that writes states to disk, one after the other, as the engine chooses them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _logger = logging.getLogger(__name__)
 
 
 class Writer:
-    """``put`` belongs to any thread. What became of a write is told to the register or to ``trouble``, and to the engine."""
+    """Writes states to disk; any thread may call ``put``. It reports each outcome to the register or to ``trouble``, and to the engine."""
 
     def __init__(
         self, pipeline: Pipeline, register: Register, locked: Locked, trouble: Trouble, copies: Copies, recorder: Recorder
@@ -33,17 +33,17 @@ class Writer:
         self._pipeline, self._register, self._engine, self._post = pipeline, register, locked.engine, locked.post
         self._trouble, self._copies, self._recorder = trouble, copies, recorder
         self.on_full: Callable[[], None] = lambda: None
-        """Called when there is no room on the disk."""
+        """Called when the disk is full."""
         self._uids: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._is_closed = False
         self.thread = threading.Thread(target=self._run, name="datastates-writer", daemon=True)
 
     def put(self, uid: str) -> None:
-        """Write a state, once those before it are written."""
+        """Queue a state; it is written once those before it are."""
         self._uids.put(uid)
 
     def close(self) -> None:
-        """Let the thread end. Whatever fails from now on is told to nobody: nobody waited for it, and its tier may be closed by now."""
+        """Let the thread end. Failures from now on are not reported: no caller waited for the writes, and the tier may be closed by now."""
         self._is_closed = True
         self._uids.put(None)
 
@@ -54,7 +54,7 @@ class Writer:
             try:
                 with deed(f"writing state {uid}"):
                     self._pipeline.write(uid)
-            except BaseException as exc:  # whatever it is, the handle raises it, and the thread goes on
+            except BaseException as exc:  # the handle raises it, whatever it is, and the thread goes on
                 _logger.debug("writing %s failed", uid, exc_info=exc)
                 if not self._is_closed:
                     self._on_failed(uid, exc)
