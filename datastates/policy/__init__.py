@@ -1,1 +1,1 @@
-"""Policies: pure functions that decide what becomes durable."""
+"""Policies: pure functions that decide which states become durable, and which keep their bytes."""

@@ -1,4 +1,4 @@
-"""What the computed policies would choose for a branch, from what its trainings measured and how often processes died here."""
+"""What the computed policies would choose for a branch, given what its trainings measured and how often processes died here."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["Advice", "Alternative", "advise"]
 
 _LOOKED_AT = 200
-"""So many of the newest trainings are asked for costs."""
+"""How many of the newest trainings are searched for costs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +41,10 @@ class Alternative:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """``run`` is the newest training (of ``branch``) that measured ``costs``, and ``chosen`` what it went by; None where none did.
+    """The advice for a branch. ``run`` is the newest training (of ``branch``) that measured ``costs``, and ``chosen`` is the cadence that
+    it used; both are None if none measured.
 
-    ``mtbf_s`` is the time between failures that is reckoned with: ``is_given``, or from ``failures``.
+    ``mtbf_s`` is the time between failures that is assumed: a given one (``is_given``), or one from ``failures``.
     """
 
     branch: str | None
@@ -65,7 +66,7 @@ def advise(
     node_mtbf_s: float = NODE_MTBF_S,
     overhead: float = OVERHEAD,
 ) -> Advice:
-    """For a branch, or for whatever was trained last.
+    """The advice for a branch, or for the branch that was trained last.
 
     :raises NotFound: no training was ever on this branch.
     """
@@ -103,7 +104,7 @@ def _alternative(policy: Policy, costs: Costs, mtbf_s: float) -> Alternative:
 
 
 def _measured(session: Session, branch: str | None) -> Run | None:
-    """The newest training that measured; of a branch, if it is named."""
+    """The newest training that measured costs; of a branch, if one is named."""
     query = select(_run.c.id).where(_run.c.process.is_not(None), _run.c.is_carried.is_(None))
     if branch is not None:
         query = query.where(_run.c.branch == branch)

@@ -1,4 +1,4 @@
-"""Deciding when a recorded state is written to disk, by counts and times that somebody gave."""
+"""Deciding when a recorded state is written to disk, by counts and times that the user gave."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from .spelling import plain
 __all__ = ["INTERVAL_S", "Cadence"]
 
 INTERVAL_S = 30.0
-"""The seconds between two writes of the newest state, unless somebody says otherwise."""
+"""The seconds between two writes of the newest state, unless the user says otherwise."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cadence(Policy):
-    """Which captures become durable by themselves; tagged states and branch heads at exit always do.
+    """Decides which captures become durable by themselves; tagged states and branch heads at exit always do.
 
-    ``every`` counts captures (1: each of them), ``interval_s`` is the least time between two writes of the newest state, ``steps`` the
+    ``every`` counts captures (1: each of them), ``interval_s`` is the least time between two writes of the newest state, ``steps`` is the
     least number of the optimizers' steps. All may be None; then only tags, the exit and ``capture.wait("durable")`` make states durable.
-    Give one to ``Config`` or ``Repository.track`` as ``cadence``, alone or joined by ``|`` with others.
+    Give it to ``Config`` or ``Repository.track`` as ``cadence``, alone or joined by ``|`` with others.
 
         repo.track(model=model, cadence=datastates.Cadence(every=10, interval_s=None))
 
-    :raises InvalidInput: one of them is none of these.
+    :raises InvalidInput: one of the values is not of its kind.
     """
 
     every: int | None = None
@@ -59,7 +59,7 @@ class Cadence(Policy):
 
     def counted(self) -> Policy | None:
         """See ``Policy``."""
-        is_plain = type(self) is Cadence  # what somebody made of it may go by anything
+        is_plain = type(self) is Cadence  # a subclass may depend on anything
         return Cadence(self.every, None) if is_plain and self.every is not None else None
 
     def told(self) -> CadenceChoice:
@@ -76,7 +76,9 @@ class Cadence(Policy):
         return " and ".join(found) if found else "nothing by itself"
 
     def __or__(self, other: object) -> Policy:
-        """Writes what either of them would write. Two that say different things are one that says both."""
+        """A policy that writes what either would write. Two cadences that do not set the same field differently become one with the fields
+        of both.
+        """
         if isinstance(other, Cadence):
             pairs = [(self.every, other.every), (self.interval_s, other.interval_s), (self.steps, other.steps)]
             if all(None in pair or pair[0] == pair[1] for pair in pairs):

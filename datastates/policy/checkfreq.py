@@ -1,13 +1,13 @@
 """CheckFreq: the shortest interval between writes that keeps their cost below a share of the time.
 
-After J. Mohan, A. Phanishayee, V. Chidambaram, "CheckFreq: Frequent, Fine-Grained DNN Checkpointing", FAST 2021: the costs are profiled at
-the start of the training; the interval k (there in iterations, here in captures) is the smallest one with which
+After J. Mohan, A. Phanishayee, V. Chidambaram, "CheckFreq: Frequent, Fine-Grained DNN Checkpointing", FAST 2021. The costs are profiled at
+the start of the training. The interval k (in iterations there, in captures here) is the smallest one with which
 
 - a write has ended before the next begins (their second phase, ``persist``, is never in flight twice):  k >= write / interval
 - the delay that a write causes is at most a share p of k intervals:                                     k >= delay / (p * interval)
 
-and it is tuned again while the training runs. There a checkpoint is a snapshot and its write. Here every capture is a snapshot, whatever
-the cadence; what it chooses is which of them are written, so p bounds what writing adds.
+The interval is tuned again while the training runs. In the paper a checkpoint is a snapshot and its write. Here every capture is a
+snapshot, whatever the cadence; the interval chooses which of them are written, so p bounds what writing adds.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from .spelling import percent
 __all__ = ["OVERHEAD", "CheckFreq"]
 
 OVERHEAD = 0.035
-"""The share of the time that writing may take, unless somebody says otherwise: the paper's."""
+"""The share of the time that writing may take, unless the user says otherwise; the value is the paper's."""
 
 
 @dataclass(frozen=True, slots=True)
 class CheckFreq(Policy):
     """The shortest interval with which writing states delays the training by at most ``overhead`` of its time.
 
-    It is measured while the training runs: a few states are written apart from each other first, and then as often as they may be.
+    The cost is measured while the training runs: first a few states are written far apart, then states are written as often as allowed.
 
         repo.track(model=model, cadence=datastates.CheckFreq(0.02))
 
-    :raises InvalidInput: ``overhead`` is no share: more than 0, at most 1.
+    :raises InvalidInput: ``overhead`` is not a share above 0 and at most 1.
     """
 
     overhead: float = OVERHEAD
@@ -79,7 +79,7 @@ class CheckFreq(Policy):
         return CadenceChoice(str(self), f"{why}; more often {limit}" if limit else why, every=every, costs=costs)
 
     def bounds(self, costs: Costs) -> tuple[int, int]:
-        """The least interval in captures by the length of a write, and by what it costs."""
+        """The least interval in captures, once by the length of a write and once by its cost."""
         return (
             max(1, math.ceil(costs.write_s / costs.interval_s)),
             max(1, math.ceil(costs.overhead_s / (self.overhead * costs.interval_s))),

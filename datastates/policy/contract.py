@@ -1,4 +1,4 @@
-"""What decides when a state is written to disk: the facts that are asked with, the answer, and the contract between them.
+"""The contract of policies, which decide when a state is written to disk: the facts that they get, and the answer that they give.
 
 The engine knows a line (one training on one branch) and asks its ``Policy``; a policy knows neither clock nor thread. ``|`` joins policies.
 """
@@ -19,10 +19,10 @@ __all__ = ["AnyOf", "CadenceChoice", "Costs", "Moment", "Policy", "span"]
 class Costs:
     """What captures and writes of a training cost, in seconds, as measured; see ``policy.measures``.
 
-    ``interval_s`` goes by from one capture to the next while nothing is written. A write takes ``write_s``, and delays the training by
-    ``overhead_s`` in all: what it overlaps with is not lost. A capture holds the training for ``held_s``, written or not. ``captures`` and
-    ``writes`` say of how many this was learnt. ``further_s`` is how long it takes to put a state onto the further tiers; None: no such
-    tier took one.
+    ``interval_s`` passes from one capture to the next while nothing is written. A write takes ``write_s``, and delays the training by
+    ``overhead_s`` in all; the time that merely overlaps with training is not lost. A capture holds the training for ``held_s``, written or
+    not. ``captures`` and ``writes`` say from how many this was learnt. ``further_s`` is how long it takes to put a state onto the further
+    tiers; None: no such tier took one.
     """
 
     interval_s: float
@@ -36,11 +36,11 @@ class Costs:
 
 @dataclass(frozen=True, slots=True)
 class CadenceChoice:
-    """How often states of a training become durable by themselves, and ``why``: what ``run.cadence`` says.
+    """How often states of a training become durable by themselves, and ``why``; ``run.cadence`` returns it.
 
-    ``cadence`` is the policy as text. ``every`` (captures) and ``interval_s`` are what it came to: as they were given, or as they were
-    computed; None where it does not go by them. ``further_every`` is how many durable states there are to one that goes on to further
-    tiers. ``costs`` are those that were reckoned with; None where nothing was computed.
+    ``cadence`` is the policy as text. ``every`` (captures) and ``interval_s`` are its values, as they were given or computed; None if it
+    does not use them. ``further_every`` is the number of durable states for each one that goes on to further tiers. ``costs`` are those
+    used in the computation; None if nothing was computed.
     """
 
     cadence: str
@@ -55,11 +55,11 @@ class CadenceChoice:
 class Moment:
     """What is known of a line when its policy is asked about one of its states.
 
-    ``index`` says which capture of the line it is, from 0; None where no capture came, and only time went by or a write ended. ``step`` and
-    ``metrics`` are the state's. ``last_write``, ``last_index`` and ``last_step`` are those of the newest state that the policy picked; None
-    before the first. ``extremes`` are the least and the greatest value of each metric so far. ``count`` captures were made so far,
-    ``idle`` of them since the last write ended. ``is_writing``: a write of the line is under way or waits. ``choice`` is what the policy
-    chose last.
+    ``index`` is the number of the capture in its line, from 0; None if there was no new capture, and only time passed or a write ended.
+    ``step`` and ``metrics`` are the state's. ``last_write``, ``last_index`` and ``last_step`` are those of the newest state that the policy
+    picked; None before the first. ``extremes`` are the least and the greatest value of each metric so far. ``count`` captures were made so
+    far, ``idle`` of them since the last write ended. ``is_writing``: a write of the line is under way or waits. ``choice`` is the policy's
+    last choice.
     """
 
     now: float
@@ -78,15 +78,15 @@ class Moment:
 
     @property
     def since(self) -> int:
-        """How many captures there were since the one that was picked last, or ever."""
+        """How many captures there were since the one that was picked last, or since the start."""
         return self.count - 1 - self.last_index if self.last_index is not None else self.count
 
 
 class Policy(ABC):
-    """Says which captures become durable by themselves; tagged states and branch heads at exit always do.
+    """Decides which captures become durable by themselves; tagged states and branch heads at exit always do.
 
     Give one, or several joined by ``|``, to ``Config`` or ``Repository.track`` as ``cadence``; ``str`` gives the text that
-    ``DATASTATES_CADENCE`` takes. Everything here is a pure function: facts in, a decision out.
+    ``DATASTATES_CADENCE`` takes. Every method is a pure function: it takes facts and returns a decision.
     """
 
     __slots__ = ()
@@ -94,11 +94,11 @@ class Policy(ABC):
     is_computed = False
     """Whether ``choose`` ever chooses anything."""
     asks_mtbf = False
-    """Whether it wants to be told by ``informed`` how often processes fail."""
+    """Whether ``informed`` should tell it how often processes fail."""
 
     @abstractmethod
     def is_due(self, moment: Moment, /) -> bool:
-        """Whether a state is to be written now."""
+        """Whether to write a state now."""
 
     @abstractmethod
     def next_due(self, moment: Moment, /) -> float | None:
@@ -106,29 +106,29 @@ class Policy(ABC):
 
     @abstractmethod
     def told(self) -> CadenceChoice:
-        """What is known of it before anything was measured."""
+        """What is known of the policy before anything is measured."""
 
     def choose(self, costs: Costs, current: CadenceChoice | None, /) -> CadenceChoice | None:
-        """What to do at these costs, ``current`` itself where that still holds; None: it goes by no costs."""
+        """The choice at these costs, or ``current`` itself if that still holds; None: the policy does not depend on costs."""
         return None
 
     def informed(self, mtbf_s: float, /) -> Policy:
-        """The same, told that processes of this repository fail every ``mtbf_s`` seconds; what a user said of it stays."""
+        """The same policy, told that processes of this repository fail every ``mtbf_s`` seconds; what the user gave stays."""
         return self
 
     def counted(self) -> Policy | None:
-        """What of it goes by the number of a capture and its metrics alone, so that every rank of a group comes to it by itself.
+        """The part of the policy that depends only on a capture's number and metrics, which every rank of a group can decide by itself.
 
-        None: nothing, as it goes by clocks or costs, or by what was picked before.
+        None: there is no such part, because the policy depends on clocks, costs or earlier picks.
         """
         return None
 
     @abstractmethod
     def __str__(self) -> str:
-        """The text that means it."""
+        """The policy as text."""
 
     def __or__(self, other: object) -> Policy:
-        """Writes what either of them would write."""
+        """A policy that writes what either would write."""
         if not isinstance(other, Policy):
             raise InvalidInput(f"a cadence is joined by | with {values.shown(other)}: join it with another, such as OnImprovement('loss')")
         return AnyOf((*_members(self), *_members(other)))
@@ -136,7 +136,7 @@ class Policy(ABC):
 
 @dataclass(frozen=True, slots=True)
 class AnyOf(Policy):
-    """Several policies, each of which may pick a state. Made by ``|``; at most one of them computes anything."""
+    """Several policies, any of which may pick a state. Made by ``|``; at most one of them computes anything."""
 
     members: tuple[Policy, ...]
 
@@ -183,12 +183,12 @@ class AnyOf(Policy):
         return AnyOf(tuple(one.informed(mtbf_s) for one in self.members))
 
     def counted(self) -> Policy | None:
-        """See ``Policy``; nothing where something is computed, which also says what goes on to further tiers."""
+        """See ``Policy``; None if a part is computed, because that part also decides what goes on to further tiers."""
         found = [] if self.is_computed else [own for one in self.members if (own := one.counted()) is not None]
         return AnyOf(tuple(found)) if found else None
 
     def _together(self, each: Mapping[Policy, CadenceChoice], chosen: CadenceChoice | None = None) -> CadenceChoice:
-        """One choice that says them all; what was computed comes first."""
+        """One choice that describes them all; a computed one comes first."""
         first = chosen or next((said for one, said in each.items() if one.is_computed), next(iter(each.values())))
         why = "; or ".join(dict.fromkeys([first.why, *(said.why for said in each.values())]))
         return replace(first, cadence=str(self), why=why)

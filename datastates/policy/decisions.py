@@ -13,16 +13,16 @@ from .rules import Fact, densities
 __all__ = ["Decision", "Ledger", "Policies", "decide"]
 
 _NEVER = 2
-"""From this rank on a state is not dropped for room."""
+"""From this rank on, a state is not dropped to make room."""
 
 _HELD = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Policies:
-    """What is kept of each branch: by its name in ``own``, else ``default``, whose bound is on all states together.
+    """The retention policy of each branch: the one under its name in ``own``, else ``default``, whose bound is on all states together.
 
-    The bound of a policy in ``own`` is on its branch. A bound is a number here: ``half`` was reckoned out before.
+    The bound of a policy in ``own`` is on its branch. A bound is a number here: ``half`` was converted before.
     """
 
     default: Retention
@@ -43,7 +43,7 @@ class Decision:
 
 
 class Ledger:
-    """The files that some states need together. A file is there as long as one of them needs it."""
+    """The files that some states share. A file exists as long as one of the states needs it."""
 
     def __init__(self, facts: Iterable[Fact] = ()) -> None:
         self._users: Counter[str] = Counter()
@@ -52,13 +52,13 @@ class Ledger:
             self.add(fact)
 
     def add(self, fact: Fact) -> None:
-        """A state comes to them."""
+        """Add a state."""
         for name, size in fact.files:
             self.bytes += 0 if self._users[name] else size
             self._users[name] += 1
 
     def drop(self, fact: Fact) -> int:
-        """A state leaves them; the bytes that nobody needs any more."""
+        """Remove a state; returns the bytes that no state needs any more."""
         freed = 0
         for name, size in fact.files:
             self._users[name] -= 1
@@ -69,7 +69,7 @@ class Ledger:
         return freed
 
     def own_bytes(self, fact: Fact) -> int:
-        """What would be freed by dropping this state alone."""
+        """The bytes that dropping this state alone would free."""
         return sum(size for name, size in fact.files if self._users[name] == 1)
 
 
@@ -83,9 +83,9 @@ class _Kept:
 def decide(facts: Iterable[Fact], policies: Policies, now: float) -> list[Decision]:
     """A decision on each state, in the order of branches and indexes.
 
-    First the rules of each branch decide, then its own bound, then the bound on all. For a bound the states go that only the weakest rules
-    keep, and among those the ones that a logarithmic thinning would drop first, whatever branch they are on; those that are among the
-    latest go last, and the best never.
+    First the rules of each branch decide, then its own bound, then the bound on all states. To meet a bound, states that only the weakest
+    rules keep are dropped first; among those, the ones that a logarithmic thinning would drop first, whatever their branch. States that are
+    among the latest are dropped last, and the best never.
     """
     lines: defaultdict[int, list[Fact]] = defaultdict(list)
     for fact in facts:
@@ -116,7 +116,7 @@ def _by_rules(line: Sequence[Fact], policy: Retention, now: float, dropped: dict
 
 
 def _within(kept: list[_Kept], bound: object, what: str, dropped: dict[str, str]) -> list[_Kept]:
-    """Those that are left when as many are dropped as the bound asks for; oldest first on each branch, as they came."""
+    """The states that are left when enough are dropped to meet the bound; the order is kept, oldest first on each branch."""
     if not isinstance(bound, int):
         return kept
     ledger = Ledger(each.fact for each in kept)
@@ -133,7 +133,9 @@ def _within(kept: list[_Kept], bound: object, what: str, dropped: dict[str, str]
 
 
 def _in_order(kept: Sequence[_Kept]) -> list[_Kept]:
-    """Those that may be dropped for room, the first to go first: what a thinning of the whole branch needs to be densest for, then age."""
+    """The states that may be dropped for room, in the order of dropping: by rank, then by the density that a thinning of the whole branch
+    needs to keep them, then by age.
+    """
     lines: defaultdict[int, list[_Kept]] = defaultdict(list)
     for each in kept:
         lines[each.fact.line].append(each)

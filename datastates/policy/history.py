@@ -1,4 +1,4 @@
-"""What a run's record says of its cadence: costs and choice as plain values, written and read here alone."""
+"""What a run's record says of its cadence: costs and choice as plain values. Only this module writes and reads them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _CHOICE = ("why", "every", "interval_s", "further_every")
 
 
 def noted(costs: Costs, choice: CadenceChoice | None) -> dict[str, Value]:
-    """Both, as a run's configuration keeps them."""
+    """Costs and choice, as a run's configuration keeps them."""
     found: dict[str, Value] = {f"{_CADENCE}.costs.{name}": getattr(costs, name) for name in _COSTS}
     if choice is not None:
         found[_CADENCE] = choice.cadence
@@ -26,7 +26,7 @@ def noted(costs: Costs, choice: CadenceChoice | None) -> dict[str, Value]:
 
 
 def read_costs(config: Mapping[str, Value]) -> Costs | None:
-    """The costs that a run's record has; None: it has none, or not all."""
+    """The costs in a run's record; None if it has none, or not all."""
     found = {name: config.get(f"{_CADENCE}.costs.{name}") for name in _COSTS}
     further_s = found.pop("further_s")
     if not all(isinstance(value, int | float) for value in found.values()):
@@ -35,7 +35,7 @@ def read_costs(config: Mapping[str, Value]) -> Costs | None:
 
 
 def read_choice(config: Mapping[str, Value]) -> CadenceChoice | None:
-    """The choice that a run's record has; None: it has none."""
+    """The choice in a run's record; None if it has none."""
     cadence, why = config.get(_CADENCE), config.get(f"{_CADENCE}.why")
     if not isinstance(cadence, str) or not isinstance(why, str):
         return None

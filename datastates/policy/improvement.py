@@ -1,4 +1,4 @@
-"""Writing a state because a metric of it is better than ever before."""
+"""Writing a state because one of its metrics is better than ever before."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ __all__ = ["OnImprovement"]
 
 @dataclass(frozen=True, slots=True)
 class OnImprovement(Policy):
-    """Writes each state whose ``metric`` is better than that of every capture of its training before; NaN is never better.
+    """Writes each state whose ``metric`` is better than that of every earlier capture of its training; NaN is never better.
 
-    ``is_rising`` says whether larger values are better; None: by the metric's name, as everywhere (accuracies rise, losses fall).
-    What a training that was resumed had captured before is not looked at: its first value counts as an improvement.
+    ``is_rising`` says whether larger values are better; None: the metric's name decides, as everywhere (accuracies rise, losses fall).
+    Earlier captures of a resumed training do not count: its first value after the resume counts as an improvement.
 
         repo.track(model=model, cadence=datastates.Cadence(every=100) | datastates.OnImprovement("val_loss"))
 
-    :raises InvalidInput: this cannot be a metric's name, or ``is_rising`` is neither True, False nor None.
+    :raises InvalidInput: ``metric`` cannot be a metric's name, or ``is_rising`` is neither True, False nor None.
     """
 
     metric: str
@@ -52,7 +52,7 @@ class OnImprovement(Policy):
 
     def counted(self) -> Policy | None:
         """See ``Policy``."""
-        return self if type(self) is OnImprovement else None  # what somebody made of it may go by anything
+        return self if type(self) is OnImprovement else None  # a subclass may depend on anything
 
     def told(self) -> CadenceChoice:
         """See ``Policy``."""

@@ -1,4 +1,4 @@
-"""How much memory states are given, at once and in the end: pure functions of their sizes."""
+"""How much memory states get, at once and in the end: pure functions of their sizes."""
 
 from __future__ import annotations
 
@@ -9,42 +9,42 @@ from datastates.content.manifest import CHUNK_BYTES
 __all__ = ["AT_ONCE_BYTES", "FEW", "FEWEST", "SMALL_BYTES", "is_tight", "slots_allowed", "slots_at_once", "slots_kept"]
 
 SMALL_BYTES = 128 << 20
-"""As many small states as fit into this are kept. With what is imported a small training then takes less than 200 MiB more."""
+"""As many small states are kept as fit into this. A small training then takes less than 200 MiB more, including imports."""
 
 AT_ONCE_BYTES = 256 << 20
-"""Where somebody chose how much memory there is, small states take so much of it at once."""
+"""If the user chose the capacity, small states may take this much memory at once."""
 
 FEWEST = 3
-"""So many states have memory at once, however large: one is being written, one is the head, and one is being captured."""
+"""The least number of states that get memory at once, however large: one is being written, one is the head, one is being captured."""
 
 FEW = 4
-"""So many states have memory in the end, however large: one more, to go back to."""
+"""The least number of states that have memory in the end, however large: one more, to go back to."""
 
 
 _RESERVE_BYTES = 64 << 20
-"""So much is left to the training and to others in any case."""
+"""The memory that is left to the training and to other processes in any case."""
 
 
 def slots_at_once(sizes: Iterable[int], capacity: int, *, is_given: bool) -> int:
-    """Slots that captures take as they need them, where ``sizes`` are the slots of one state of each training; at most ``capacity``.
+    """The slots that captures take as they need them, given in ``sizes`` the slots of one state of each training; at most ``capacity``.
 
-    ``is_given``: somebody chose the capacity.
+    ``is_given``: the user chose the capacity.
     """
     small_bytes = AT_ONCE_BYTES if is_given else SMALL_BYTES
     return min(capacity, max(small_bytes // CHUNK_BYTES, FEWEST * sum(sizes)))
 
 
 def slots_allowed(count: int, *, warm: int, at_once: int, kept: int) -> int:
-    """Slots that may be warm after a capture of ``count`` slots, before states leave memory for it.
+    """The slots that may be warm after a capture of ``count`` slots, before states leave memory to make room for it.
 
-    A quarter of the state more than there are costs no more than its copy does. So versions that share most of their chunks, and need few
-    new slots each, all stay, whereas one that shares none uses again what an older one had.
+    Warming up to a quarter of the state's slots more costs no more than its copy does. So versions that share most of their chunks, and
+    need few new slots each, all stay, whereas one that shares no chunks reuses the slots of an older one.
     """
     return min(kept, max(at_once, warm + count // 4))
 
 
 def is_tight(available_bytes: int, held_bytes: int) -> bool:
-    """Whether no more memory is to be taken for states: less is left than an eighth of all that they could have.
+    """Whether states should take no more memory: less is left than an eighth of all that they could have.
 
     :param available_bytes: what the process may still take, within its control groups.
     :param held_bytes: what states hold already.
@@ -53,6 +53,6 @@ def is_tight(available_bytes: int, held_bytes: int) -> bool:
 
 
 def slots_kept(sizes: Iterable[int], capacity: int, *, is_given: bool, latest: int | None = None) -> int:
-    """Slots that are to hold states in the end. ``latest``: so many of its newest states each training is to keep."""
+    """The slots that hold states in the end. ``latest``: how many of its newest states each training should keep."""
     count = FEW if latest is None else max(FEWEST, latest + 2)  # the newest is the head; one is being written, one captured
     return capacity if is_given else min(capacity, max(SMALL_BYTES // CHUNK_BYTES, count * sum(sizes)))

@@ -1,16 +1,17 @@
 """What captures and writes of a training cost, learnt from when they happened: arithmetic on times that others read.
 
-A write goes on beside the training, so how long it takes is not what it costs. What it costs is by how much longer the intervals between
-captures are while it goes on: each interval is set against the seconds of it that overlap with a write, and a line is laid through them
-(least squares). Where it begins is the interval without a write; its slope is how many seconds of training a second of writing costs.
+A write goes on beside the training, so its duration is not its cost. Its cost is how much longer the intervals between captures are while
+it goes on. Each interval is plotted against the seconds of it that overlap with a write, and a line is fitted (least squares). The
+intercept is the interval without a write; the slope is how many seconds of training a second of writing costs.
 
 Rules:
-- What of an interval overlaps is reckoned as if it were as long as usual. An interval that happens to be longer would overlap with more
-  of a write, and so noise alone would look like a cost.
+- The overlap of an interval is computed as if the interval were as long as usual. An interval that happens to be longer would overlap with
+  more of a write, and so noise alone would look like a cost.
 - The first ``WARM_UP`` intervals of a training are left out.
-- An interval that is far longer than others (an evaluation, a night in suspense) counts as ``_FAR`` times as long as they, and one that
-  lies far off the line as ``_FAR`` deviations off it.
-- The slope is taken half a standard error lower, and not below 0: what can hardly be told from noise is no cost. More writes, less noise.
+- An interval that is far longer than others (an evaluation, a night in suspend) counts as ``_FAR`` times their length, and one that lies
+  far off the line counts as ``_FAR`` deviations off it.
+- The slope is taken half a standard error lower, and not below 0: a difference that can hardly be told from noise is no cost. The more
+  writes, the less noise.
 """
 
 from __future__ import annotations
@@ -25,19 +26,19 @@ from .contract import Costs
 __all__ = ["EACH", "LEAST_CAPTURES", "LEAST_WRITES", "WARM_UP", "Measures"]
 
 WARM_UP = 4
-"""The first intervals of a training, which compile, fill caches and touch memory."""
+"""The number of first intervals of a training that are left out: those compile, fill caches and touch memory."""
 
 LEAST_CAPTURES = 16
-"""Fewer intervals say nothing."""
+"""The least number of intervals from which costs are computed."""
 
 LEAST_WRITES = 3
-"""Fewer writes say nothing."""
+"""The least number of writes from which costs are computed."""
 
 EACH = 4
-"""After so many more writes costs are reckoned anew, which takes a millisecond."""
+"""Costs are computed anew after this many more writes, which takes a millisecond."""
 
 _KEPT = 256
-"""So many intervals of each kind are looked at, the newest ones."""
+"""How many intervals of each kind are used, the newest ones."""
 
 _FAR = 10.0
 _NORMAL = 1.4826
@@ -45,7 +46,7 @@ _NORMAL = 1.4826
 
 
 class Measures:
-    """Takes in the times of captures and writes of one training, on one clock, in the order in which each of both came."""
+    """Takes in the times of captures and writes of one training: on one clock, captures in their order and writes in theirs."""
 
     def __init__(self) -> None:
         self._last: float | None = None
@@ -60,7 +61,7 @@ class Measures:
         self._next = LEAST_WRITES
 
     def captured(self, at: float, held_s: float | None = None) -> None:
-        """A capture was begun; ``held_s``: so long the one before it held the training."""
+        """Note that a capture began; ``held_s`` is how long the capture before it held the training."""
         if self._last is not None and at > self._last:
             if self._skipped < WARM_UP:
                 self._skipped += 1
@@ -71,7 +72,7 @@ class Measures:
         self._last = at
 
     def wrote(self, began: float, ended: float, *, is_own: bool = True) -> None:
-        """A state was written; ``is_own``: one of this training, and not of another in this process."""
+        """Note that a state was written; ``is_own``: it is of this training, not of another one in this process."""
         self._recent.append((began, ended))
         if is_own:
             self._writes += 1
@@ -85,12 +86,12 @@ class Measures:
             self._captures += 1
 
     def _usual(self) -> float:
-        """How long an interval beside a write usually is."""
+        """The usual length of an interval beside a write."""
         known = [duration for duration, _ in self._beside or self._quiet] or [end - begin for begin, end in self._waiting]
         return median(known) if known else 0.0
 
     def costs(self) -> Costs | None:
-        """What is known so far; None: too little."""
+        """The costs that are known so far; None: too little is known."""
         if self._captures >= LEAST_CAPTURES and self._writes >= self._next and self._beside:
             self._known = self._reckoned()
             self._next = self._writes + EACH
@@ -104,7 +105,7 @@ class Measures:
 
 
 def fit(samples: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Of durations, each with the seconds of it that overlap with a write: how long one is without, and what a second of writing adds."""
+    """The duration without a write, and what a second of writing adds; from durations, each with its seconds of overlap with a write."""
     most = _FAR * median(duration for duration, _ in samples)
     samples = [(min(duration, most), overlap) for duration, overlap in samples]
     base, slope, _ = _line(samples)
@@ -123,7 +124,7 @@ def fit(samples: Sequence[tuple[float, float]]) -> tuple[float, float]:
 
 
 def _line(samples: Sequence[tuple[float, float]]) -> tuple[float, float, float]:
-    """Least squares: where it begins, its slope, and the standard error of that; a slope of 0 where all overlap alike."""
+    """The line of least squares: intercept, slope, and the slope's standard error; the slope is 0 if all overlap alike."""
     count = len(samples)
     mean = sum(duration for duration, _ in samples) / count
     centre = sum(overlap for _, overlap in samples) / count

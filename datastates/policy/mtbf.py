@@ -1,4 +1,4 @@
-"""Writing so often that failures and writes together are expected to waste least: Young's and Daly's intervals, and two levels."""
+"""Writing as often as minimizes the expected waste of failures and writes together: Young's and Daly's intervals, and two levels."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from .waste import Level, daly, daly_first, two_level, young
 __all__ = ["NODE_MTBF_S", "Daly", "TwoLevel", "Young", "mtbf_of"]
 
 PRIOR_S = 86400.0
-"""One failure in so long is reckoned with besides those that were seen, so that a repository without any says something, too."""
+"""One failure in this time is assumed in addition to those that were seen, so that a repository without any gives an estimate, too."""
 
 NODE_MTBF_S = 30 * 86400.0
-"""How often a node is lost with its disk, unless somebody says otherwise."""
+"""The time between losses of a node with its disk, unless the user says otherwise."""
 
 _LEAST_S = 1e-9
-"""A write that delays by nothing that could be measured."""
+"""Stands for a delay of a write that is too small to measure."""
 
 
 def mtbf_of(ran_s: float, failures: int) -> float:
-    """The time between failures of processes that ran for so long together, and of which so many died."""
+    """The time between failures, given how long processes ran together, and how many of them died."""
     return (ran_s + PRIOR_S) / (failures + 1)
 
 
 @dataclass(frozen=True, slots=True)
 class _ByFailures(Policy):
-    """By time, as computed from the delay that a write causes and ``mtbf_s``; None: as often as processes of the repository died."""
+    """Writes by time, computed from the delay that a write causes and ``mtbf_s``; None: as often as processes of the repository died."""
 
     mtbf_s: float | None = None
     is_computed = True
@@ -87,7 +87,7 @@ class _ByFailures(Policy):
         return CadenceChoice(str(self), why, interval_s=interval_s, further_every=further_every, costs=costs)
 
     def _best(self, costs: Costs) -> tuple[float, int]:
-        """The work between two writes, and how many of them there are to one that goes further."""
+        """The work between two writes, and the number of writes for each one that goes further."""
         raise NotImplementedError
 
     def _name(self) -> str:
@@ -100,7 +100,7 @@ class _ByFailures(Policy):
         return span(self._mtbf()) + (" as observed here" if self.is_observed else "" if self.mtbf_s is not None else ", unless told")
 
     def _given(self) -> str:
-        """What somebody gave of ``mtbf_s``, as text."""
+        """The ``mtbf_s`` that the user gave, as text."""
         return "" if self.mtbf_s is None or self.is_observed else duration(self.mtbf_s)
 
 
@@ -110,7 +110,7 @@ class Young(_ByFailures):
 
         repo.track(model=model, cadence=datastates.Young(mtbf_s=6 * 3600))
 
-    :raises InvalidInput: ``mtbf_s`` is no time span above 0.
+    :raises InvalidInput: ``mtbf_s`` is not a time span above 0.
     """
 
     def _best(self, costs: Costs) -> tuple[float, int]:
@@ -125,11 +125,11 @@ class Young(_ByFailures):
 
 @dataclass(frozen=True, slots=True)
 class Daly(_ByFailures):
-    """As ``Young``, by Daly's estimates of 2006: the higher order, which holds however dear writing is, or the first order.
+    """Like ``Young``, with Daly's estimates of 2006: the higher order, which holds however expensive writing is, or the first order.
 
         repo.track(model=model, cadence=datastates.Daly(mtbf_s=6 * 3600))
 
-    :raises InvalidInput: ``mtbf_s`` is no time span above 0.
+    :raises InvalidInput: ``mtbf_s`` is not a time span above 0.
     """
 
     is_first_order: bool = False
@@ -151,14 +151,14 @@ class Daly(_ByFailures):
 
 @dataclass(frozen=True, slots=True)
 class TwoLevel(_ByFailures):
-    """Writes to this node's disk often, and lets every n-th of those states go on to the further tiers, so that least is likely wasted.
+    """Writes to this node's disk often, and sends every n-th of those states on to the further tiers, so that the expected waste is least.
 
-    A process dies every ``mtbf_s`` (None: as observed here), and what is on the disk survives; the node is lost with its disk every
-    ``node_mtbf_s``, and only what is on the further tiers survives. Tagged states go on in any case.
+    A process dies every ``mtbf_s`` (None: as observed here), and states on the disk survive. The node is lost with its disk every
+    ``node_mtbf_s``, and only states on the further tiers survive. Tagged states go on in any case.
 
         repo.track(model=model, cadence=datastates.TwoLevel(mtbf_s=6 * 3600, node_mtbf_s=14 * 86400))
 
-    :raises InvalidInput: one of them is no time span above 0.
+    :raises InvalidInput: one of them is not a time span above 0.
     """
 
     node_mtbf_s: float = NODE_MTBF_S
@@ -169,9 +169,9 @@ class TwoLevel(_ByFailures):
 
     def _best(self, costs: Costs) -> tuple[float, int]:
         cost_s = max(_LEAST_S, costs.overhead_s)
-        if costs.further_s is None:  # there is nowhere further to go
+        if costs.further_s is None:  # there is no further tier
             return daly(cost_s, self._mtbf()), 1
-        beside = cost_s / max(costs.write_s, _LEAST_S)  # what a second of writing costs; of copying the same is assumed
+        beside = cost_s / max(costs.write_s, _LEAST_S)  # what a second of writing costs; a second of copying is assumed to cost the same
         far = Level(max(_LEAST_S, beside * costs.further_s), self.node_mtbf_s)
         found = two_level(Level(cost_s, self._mtbf()), far, least_s=max(_LEAST_S, costs.write_s / 10))
         return found.interval_s, found.every

@@ -1,8 +1,8 @@
-"""Which states keep their bytes on disk: rules that are combined, and a bound on bytes; as a value, and as a text for terminals.
+"""Which states keep their bytes on disk: combined rules and a bound on bytes, as a value and as a text for terminals.
 
     latest:5 best:3:val_loss every:1000 at-most:50G
 
-Words stand in any order, parted by blanks or commas. A state stays when any of the rules keeps it; without a rule all stay.
+Words may stand in any order, separated by blanks or commas. A state stays if any of the rules keeps it; without a rule all stay.
 
     all                     every state
     latest:N                the newest N of each branch
@@ -15,7 +15,7 @@ Words stand in any order, parted by blanks or commas. A state stays when any of 
     at-most:SIZE            no more than so many bytes: older states are thinned until it is so
     at-most:half            half of what the disk has room for
 
-A metric whose name has other letters than those of words stands in double quotes.
+A metric whose name has characters that words do not have goes in double quotes.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ _AN_EXAMPLE = "such as 'latest:5 best:3:val_loss every:1000 at-most:50G'"
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """Which durable states keep their bytes. What it says of several states it says of each branch; the bound is on all branches together.
+    """Decides which durable states keep their bytes. Rules apply to each branch; the bound is on all branches together.
 
-    Give it to ``Config`` or ``Repository.track`` as ``retention``, to ``Repository.prune``, or as a text to any of them.
+    Give it, or its text, to ``Config`` or ``Repository.track`` as ``retention``, or to ``Repository.prune``.
 
         keep = datastates.Retention.latest(5) | datastates.Retention.best("val_loss", 3) | datastates.Retention.at_most("50G")
         print(keep.text)
 
-    Whatever it says, these stay: what a name leads to, the newest durable state of each branch, and the states where branches forked.
+    Whatever the policy, these stay: states that a ref names, the newest durable state of each branch, and the states where branches forked.
 
-    :raises InvalidInput: one of the rules is none, or the bound is no size.
+    :raises InvalidInput: one of the rules is not a rule, or the bound is not a size.
     """
 
     rules: tuple[Rule, ...] = ()
@@ -70,54 +70,56 @@ class Retention:
 
     @classmethod
     def all(cls) -> Self:
-        """Every state."""
+        """Keeps every state."""
         return cls((All(),))
 
     @classmethod
     def latest(cls, count: int) -> Self:
-        """The newest states of each branch."""
+        """Keeps the newest ``count`` states of each branch."""
         return cls((Latest(count),))
 
     @classmethod
     def best(cls, metric: str, count: int = 1, *, goal: Goal | None = None) -> Self:
-        """The states with the best values of a metric, of each branch; ``goal`` is ``min`` or ``max``, or as the name says."""
+        """Keeps the states of each branch with the best values of a metric; ``goal`` is ``min`` or ``max``; None: as the metric's name
+        says.
+        """
         return cls((Best(metric, count, goal),))
 
     @classmethod
     def every(cls, steps: int) -> Self:
-        """The first state at or after every so many steps."""
+        """Keeps the first state at or after every ``steps``-th step."""
         return cls((Every(steps),))
 
     @classmethod
     def interval(cls, seconds: float | str) -> Self:
-        """The first state of every so many seconds; also as ``"2h"``."""
+        """Keeps the first state of every time span of this many seconds; also as ``"2h"``."""
         return cls((Interval(seconds),))  # type: ignore[arg-type]  # a text becomes seconds there
 
     @classmethod
     def within(cls, seconds: float | str) -> Self:
-        """The states of the last so many seconds; also as ``"2h"``."""
+        """Keeps the states of the last ``seconds``; also as ``"2h"``."""
         return cls((Within(seconds),))  # type: ignore[arg-type]  # a text becomes seconds there
 
     @classmethod
     def thin(cls, count: int) -> Self:
-        """About so many states for each doubling of the distance from the newest one."""
+        """Keeps about ``count`` states for each doubling of the distance from the newest one."""
         return cls((Thin(count),))
 
     @classmethod
     def tagged(cls) -> Self:
-        """Nothing but what always stays."""
+        """Keeps nothing but what always stays."""
         return cls((Tagged(),))
 
     @classmethod
     def at_most(cls, size: int | str) -> Self:
-        """No more than so many bytes, also as ``"50G"``; ``"half"`` is half of what the disk has room for when a training begins."""
+        """Bounds the bytes of all states, also as ``"50G"``; ``"half"`` is half of what the disk has room for when a training begins."""
         return cls((), size)  # type: ignore[arg-type]  # a text becomes bytes there
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """A policy as the terminal and the environment say it.
+        """The policy for a text, as the terminal and the environment give it.
 
-        :raises InvalidInput: a word means nothing; names it.
+        :raises InvalidInput: a word has no meaning; names it.
         """
         words = _words(values.string(text, "a retention"))
         if not words:
@@ -136,7 +138,7 @@ class Retention:
         return " ".join((*(rule.text for rule in self.rules), *bound))
 
     def __or__(self, other: Retention) -> Retention:
-        """Keep what either keeps; of two bounds the smaller one, and a number rather than ``half``."""
+        """Keep what either keeps. The smaller of two bounds holds, and a number holds rather than ``half``."""
         if not isinstance(other, Retention):
             return NotImplemented
         sizes = [each.bound for each in (self, other) if isinstance(each.bound, int)]
@@ -147,25 +149,25 @@ class Retention:
 
     @property
     def effective(self) -> tuple[Rule, ...]:
-        """The rules that decide: without any, everything is kept, as far as the bound allows."""
+        """The rules that decide: if there are none, everything is kept, as far as the bound allows."""
         return self.rules or (All(),)
 
     @property
     def bests(self) -> tuple[Best, ...]:
-        """The rules that look at a metric."""
+        """The rules that depend on a metric."""
         return tuple(rule for rule in self.rules if isinstance(rule, Best))
 
     def keeping_best(self, *bests: Best) -> Retention:
-        """This and the best by these metrics."""
+        """This policy, and the best by these metrics."""
         return Retention((*self.effective, *bests), self.bound) if bests else self
 
     def bounded(self, size: int | None) -> Retention:
-        """This with another bound, or none."""
+        """This policy with another bound, or none."""
         return replace(self, rules=self.effective, bound=size)
 
 
 DEFAULT = Retention((All(),), "half")
-"""Everything, until states take half of what the disk has room for; then the older ones are thinned."""
+"""Keeps everything until states take half of what the disk has room for; then the older ones are thinned."""
 
 
 def retention_of(value: object, what: str = "retention") -> Retention:
@@ -181,7 +183,7 @@ def retention_of(value: object, what: str = "retention") -> Retention:
 
 
 def asked_for(configured: Retention, retention: object, keep_best: object) -> Retention | None:
-    """The policy that a training asks for, for its branch; None where it says nothing and what is configured holds.
+    """The policy that a training asks for, for its branch; None if it asks for none, and the configured one holds.
 
     :raises InvalidInput: one of them cannot be understood.
     """
@@ -193,9 +195,9 @@ def asked_for(configured: Retention, retention: object, keep_best: object) -> Re
 
 
 def best_of(text: object) -> Best:
-    """The metric whose best is kept: ``val_loss``, or with the direction ``reward:max``.
+    """The metric whose best states are kept: ``val_loss``, or with the direction ``reward:max``.
 
-    :raises InvalidInput: it is none.
+    :raises InvalidInput: it is not one.
     """
     found = values.text(text, "keep_best")
     key, _, goal = found.rpartition(":")
@@ -209,7 +211,7 @@ def _several(keep_best: object) -> list[object]:
 
 
 def size_text(size: int) -> str:
-    """Bytes as ``parse`` reads them: exactly, in the largest unit that divides them."""
+    """A size in bytes as ``parse`` reads it: exact, in the largest unit that divides it."""
     return next((f"{size // length}{unit}" for unit, length in _UNITS if size % length == 0), str(size))
 
 

@@ -1,8 +1,8 @@
-"""Which states are worth keeping: one small rule each, a pure function of facts.
+"""The rules that say which states are worth keeping: each is small, and a pure function of facts.
 
-The words are those of the field: Orbax's preservation policies (``LatestN``, ``BestN``, ``EveryNSteps``, ``EveryNSeconds``,
+The names are those of the field: Orbax's preservation policies (``LatestN``, ``BestN``, ``EveryNSteps``, ``EveryNSeconds``,
 ``LatestDuration``), restic's ``--keep-within``, and the logarithmic thinning of backups. A rule sees the states of one branch, oldest
-first, and says which of them it keeps and why. Applied again to what it has kept, a rule keeps all of it; so it makes no difference how
+first, and says which of them it keeps and why. Applied again to what it has kept, a rule keeps all of it. So it makes no difference how
 often, or from how many processes, states are pruned.
 """
 
@@ -30,9 +30,10 @@ _NO_METRICS: Mapping[str, float] = {}
 class Fact:
     """What a rule may know of a state whose bytes lie in a folder of packs.
 
-    ``line`` says which states belong together, ``branch`` what people call that. ``index`` counts first parents from the root, so it rises
-    along a branch, and no state changes its own. ``created_at`` is in seconds. ``files`` are all that the state needs there, by name and
-    size, those included that others need too. ``held`` is why it stays whatever a policy says; None where a policy may decide.
+    ``line`` says which states belong together; ``branch`` is the name of that line for people. ``index`` counts first parents from the
+    root, so it rises along a branch, and a state's index never changes. ``created_at`` is in seconds. ``files`` are all the files that the
+    state needs there, by name and size, including those that others need too. ``held`` is why the state stays whatever a policy says; None
+    if a policy may decide.
     """
 
     uid: str
@@ -47,7 +48,7 @@ class Fact:
 
 
 class Rule(Protocol):
-    """Keeps some states of a branch. ``rank`` says how dear they are where a bound on bytes wants room: 0 goes first, 2 never."""
+    """Keeps some states of a branch. ``rank`` says how valuable they are when a bound on bytes needs room: 0 is dropped first, 2 never."""
 
     rank: ClassVar[int]
 
@@ -56,12 +57,12 @@ class Rule(Protocol):
         """The rule as ``Retention.parse`` reads it."""
 
     def keep(self, states: Sequence[Fact], now: float) -> Iterator[tuple[Fact, str]]:
-        """Those of a branch's states, oldest first, that it keeps, each with the reason in words."""
+        """The states that the rule keeps, of a branch's states, oldest first; each with the reason in words."""
 
 
 @dataclass(frozen=True, slots=True)
 class All:
-    """Every state."""
+    """Keeps every state."""
 
     rank: ClassVar[int] = 0
 
@@ -77,7 +78,7 @@ class All:
 
 @dataclass(frozen=True, slots=True)
 class Tagged:
-    """Nothing but what always stays: what names lead to, and where branches forked."""
+    """Keeps nothing but what always stays: states that refs name, and states where branches forked."""
 
     rank: ClassVar[int] = 0
 
@@ -93,7 +94,7 @@ class Tagged:
 
 @dataclass(frozen=True, slots=True)
 class Latest:
-    """The newest ``count`` states."""
+    """Keeps the newest ``count`` states."""
 
     count: int
     rank: ClassVar[int] = 1
@@ -113,7 +114,7 @@ class Latest:
 
 @dataclass(frozen=True, slots=True)
 class Best:
-    """The ``count`` states with the best values of a metric, the newest of equals. ``goal`` None: as the metric's name says."""
+    """Keeps the ``count`` states with the best values of a metric, the newest of equals. ``goal`` None: as the metric's name says."""
 
     key: str
     count: int = 1
@@ -138,12 +139,12 @@ class Best:
         """Whether larger values are better."""
         if self.goal is not None:
             return self.goal == "max"
-        from datastates.lineage.show.goals import Direction, direction_of  # the lineage is not imported by whoever only configures
+        from datastates.lineage.show.goals import Direction, direction_of  # code that only configures does not import the lineage
 
         return direction_of(self.key) is Direction.MAX
 
     def is_better(self, value: float, than: float | None) -> bool:
-        """Whether a newer state is the best with this value, where the best so far has ``than``. NaN is no value."""
+        """Whether a newer state with this value is the best, where the best so far has ``than``. NaN is never better."""
         if math.isnan(value):
             return False
         return than is None or (value >= than if self.is_max else value <= than)
@@ -160,7 +161,7 @@ class Best:
 
 @dataclass(frozen=True, slots=True)
 class Every:
-    """The first state at or after every ``steps``-th step."""
+    """Keeps the first state at or after every ``steps``-th step."""
 
     steps: int
     rank: ClassVar[int] = 0
@@ -181,7 +182,7 @@ class Every:
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """The first state of each time span of ``seconds``; the spans lie on the calendar in UTC."""
+    """Keeps the first state of each time span of ``seconds``; the spans lie on the calendar in UTC."""
 
     seconds: float
     rank: ClassVar[int] = 0
@@ -202,7 +203,7 @@ class Interval:
 
 @dataclass(frozen=True, slots=True)
 class Within:
-    """The states of the last ``seconds``."""
+    """Keeps the states of the last ``seconds``."""
 
     seconds: float
     rank: ClassVar[int] = 0
@@ -222,7 +223,9 @@ class Within:
 
 @dataclass(frozen=True, slots=True)
 class Thin:
-    """All of the newest and fewer and fewer of the older ones: about ``count`` for each doubling of the distance from the newest."""
+    """Keeps all of the newest states and ever fewer of the older ones: about ``count`` for each doubling of the distance from the
+    newest.
+    """
 
     count: int
     rank: ClassVar[int] = 0
@@ -243,12 +246,12 @@ class Thin:
 
 
 def densities(states: Sequence[Fact]) -> list[float]:
-    """How dense a logarithmic thinning of a branch must be to keep each state: oldest first, as many as there are states.
+    """How dense a logarithmic thinning of a branch must be to keep each state: oldest first, one number for each state.
 
-    A thinning of density ``n`` puts the states at distances from ``n * 2**k`` to ``n * 2**(k+1)`` from the newest into buckets of
-    ``2**k`` indexes, and keeps the oldest of each. Buckets lie at multiples of their size, so a bucket of a later time consists of whole
-    buckets of an earlier one, and what is kept later was kept earlier. A state is the oldest of its bucket as long as that does not reach
-    back to the state before it: ``2**k`` must be less than the highest bit in which their indexes differ.
+    A thinning of density ``n`` puts the states at distances from ``n * 2**k`` to ``n * 2**(k+1)`` from the newest into buckets of ``2**k``
+    indexes, and keeps the oldest of each. Buckets lie at multiples of their size, so a bucket of a later time consists of whole buckets of
+    an earlier one, and states that are kept later were kept earlier. A state is the oldest of its bucket as long as the bucket does not
+    reach back to the state before it: ``2**k`` must be less than the highest bit in which their indexes differ.
     """
     if not states:
         return []
@@ -260,7 +263,7 @@ def densities(states: Sequence[Fact]) -> list[float]:
 
 
 def seconds_text(seconds: float) -> str:
-    """A time span as ``values`` of rules say it: ``90s``, ``30m``, ``2h``, ``7d``."""
+    """A time span in the form in which rules give it: ``90s``, ``30m``, ``2h``, ``7d``."""
     unit, length = next(((unit, length) for unit, length in _UNITS_S if seconds % length == 0), ("s", 1))
     number = seconds / length
     return f"{int(number) if number.is_integer() else repr(number)}{unit}"
@@ -269,7 +272,7 @@ def seconds_text(seconds: float) -> str:
 def _span(value: object, what: str) -> float:
     """Seconds above 0, also as ``"30m"``.
 
-    :raises InvalidInput: it is none.
+    :raises InvalidInput: the value is not a time span.
     """
     found: object = value
     if isinstance(value, str):

@@ -1,4 +1,4 @@
-"""How the parts of a policy are spelled, and read again: numbers, shares, time spans, names."""
+"""How the parts of a policy are spelled and read back: numbers, shares, time spans, names."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ def plain(value: float) -> str:
 
 
 def percent(share: float) -> str:
-    """A share as percent where that is exact, else as it is."""
+    """A share in percent if that is exact, else as it is."""
     text = f"{share * 100:.12g}%"
     return text if read_percent(text) == share else repr(share)
 
 
 def read_percent(text: str) -> float:
-    """The share that ``3.5%`` or ``0.035`` says.
+    """The share for a text such as ``3.5%`` or ``0.035``.
 
-    :raises InvalidInput: it is no number.
+    :raises InvalidInput: it is not a number.
     """
     try:
         return float(text[:-1]) / 100 if text.endswith("%") else float(text)
@@ -46,9 +46,9 @@ def duration(seconds: float) -> str:
 
 
 def read_duration(text: str) -> float:
-    """The seconds that ``90``, ``90s``, ``2m``, ``6h`` or ``1.5d`` says.
+    """The seconds for a text such as ``90``, ``90s``, ``2m``, ``6h`` or ``1.5d``.
 
-    :raises InvalidInput: it is no time span.
+    :raises InvalidInput: it is not a time span.
     """
     found = _DURATION.fullmatch(text.strip())
     try:
@@ -60,7 +60,7 @@ def read_duration(text: str) -> float:
 
 
 def name(key: str) -> str:
-    """The name of a metric, with whatever would part a policy from the next one escaped."""
+    """The name of a metric, with the characters that separate policies escaped."""
     return _PARTING.sub(lambda found: "".join(f"%{ord(letter):x};" for letter in found[0]), key)
 
 

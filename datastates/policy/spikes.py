@@ -1,4 +1,4 @@
-"""Deciding which losses show that a training no longer goes well: a pure function of the losses before."""
+"""Deciding which losses show that a training has gone wrong: a pure function of the losses before."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ _NORMAL = 1.4826
 """The deviation of a normal distribution, in median absolute deviations."""
 
 _LEAST = 0.05
-"""The deviation that is reckoned with at least, as a part of the median: a loss that hardly moves is no reason to call noise a spike."""
+"""The least deviation that is assumed, as a part of the median: when a loss hardly moves, noise must not count as a spike."""
 
 
 class Spikes:
     """Judges each loss by the last ``window`` normal ones.
 
-    A loss lies too high when it is more than ``factor`` deviations above their median. The deviation is 1.4826 times the median absolute
-    deviation (Hampel's rule, which outliers among the losses do not move), and at least a twentieth of the median. Losses near zero
-    scatter over orders of magnitude, so that where all are positive their logarithms must say so too. Single batches are hard without
-    harm: ``patience`` losses in a row make a spike, fewer are normal once the next one is. Before a quarter of the window is known nothing
-    is too high. NaN and infinity are trouble at once; ``factor`` None looks for those alone.
+    A loss is too high if it is more than ``factor`` deviations above their median. The deviation is 1.4826 times the median absolute
+    deviation (Hampel's rule, which outliers among the losses do not move), and at least a twentieth of the median. Losses near zero scatter
+    over orders of magnitude, so where all losses are positive, their logarithms must be too high as well. Single batches are hard without
+    harm: ``patience`` losses in a row make a spike; fewer count as normal once the next loss is normal. Before a quarter of the window is
+    known, no loss is too high. NaN and infinity are trouble at once; with ``factor`` None only those are looked for.
 
     Both scales, 6 and 2 gave 1 false alarm in 54,000 losses of 36 trainings on digits, and found 48 of 48 updates that were made 1,000
     times too large; one scale and one loss (the plain rule) gave 1,134.
@@ -48,7 +48,7 @@ class Spikes:
         return not self._high
 
     def problem(self, loss: float) -> str | None:
-        """The problem, as the end of a sentence about the loss; None while there is nothing, or nothing certain yet."""
+        """The problem, as the end of a sentence about the loss; None if there is none, or it is not certain yet."""
         if not math.isfinite(loss):
             self._high.clear()
             return f"is {loss}"

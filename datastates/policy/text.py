@@ -22,7 +22,7 @@ FORMS = "every:10, steps:100, seconds:30, best:val_loss, checkfreq:3.5%, young, 
 
 
 def policy(given: object, what: str = "cadence") -> Policy:
-    """A policy, or what its text means.
+    """A policy, or the policy that a text means.
 
     :raises InvalidInput: it is neither.
     """

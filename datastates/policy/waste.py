@@ -1,14 +1,14 @@
 """How much of a training's time checkpoints and failures waste, and the intervals that waste least.
 
-Failures come at random, at a constant rate. What a checkpoint costs is the delay that it causes (it may take longer: N. Vaidya, "Impact of
-Checkpoint Latency on Overhead Ratio of a Checkpointing Scheme", 1997, shows that the best interval hangs on the delay alone).
+Failures come at random, at a constant rate. The cost of a checkpoint is the delay that it causes. It may take longer; N. Vaidya, "Impact of
+Checkpoint Latency on Overhead Ratio of a Checkpointing Scheme", 1997, shows that the best interval depends on the delay alone.
 
 - ``young``: J. W. Young, "A first order approximation to the optimum checkpoint interval", CACM 1974. It holds where a checkpoint costs
-  little against the time between failures: with a delay of a good half of that, its intervals waste over 2 % more than the best ones.
+  little compared with the time between failures: with a delay of a good half of that, its intervals waste over 2 % more than the best ones.
 - ``daly_first``, ``daly``: J. T. Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps", FGCS 2006. The first
-  order fails in the same way, and later worse; the higher one holds everywhere.
-- ``two_level``: near checkpoints (this node's disk) survive most failures, far ones, every n-th of them, survive all; the expected waste of
-  that pattern is computed exactly, and its least is searched for.
+  order fails in the same way, at larger delays and worse; the higher order holds everywhere.
+- ``two_level``: near checkpoints (this node's disk) survive most failures; far ones, every n-th of them, survive all. The expected waste of
+  that pattern is computed exactly, and its minimum is searched for.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ _GOLDEN = (math.sqrt(5) - 1) / 2
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """Where checkpoints are kept: one delays by ``cost_s``; a failure that it survives, and that nothing nearer does, comes every
-    ``mtbf_s``, and to go on from it takes ``recovery_s``."""
+    """A place of checkpoints: one delays the training by ``cost_s``. A failure that these checkpoints survive, and no nearer ones do, comes
+    every ``mtbf_s``, and recovering takes ``recovery_s``.
+    """
 
     cost_s: float
     mtbf_s: float
@@ -34,7 +35,9 @@ class Level:
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """``interval_s`` of work between two checkpoints, every ``every``-th of which is kept far, too; and what is expected to be wasted."""
+    """``interval_s`` of work between two checkpoints, every ``every``-th of which is also kept far; and the share of time expected as
+    waste.
+    """
 
     interval_s: float
     every: int
@@ -47,12 +50,12 @@ def young(cost_s: float, mtbf_s: float) -> float:
 
 
 def daly_first(cost_s: float, mtbf_s: float, recovery_s: float = 0.0) -> float:
-    """The work between two checkpoints, in seconds: Daly's first order; None is left of it where a checkpoint costs too much."""
+    """The work between two checkpoints, in seconds, by Daly's first order; 0 if a checkpoint costs too much."""
     return max(0.0, math.sqrt(2 * cost_s * (mtbf_s + recovery_s)) - cost_s)
 
 
 def daly(cost_s: float, mtbf_s: float) -> float:
-    """The work between two checkpoints, in seconds: Daly's higher order."""
+    """The work between two checkpoints, in seconds, by Daly's higher order."""
     if cost_s >= 2 * mtbf_s:
         return mtbf_s
     half = cost_s / (2 * mtbf_s)
@@ -67,10 +70,10 @@ def expected_waste(interval_s: float, near: Level, far: Level | None = None, eve
     to_far = far_rate / rate
 
     def segment(length_s: float) -> tuple[float, float]:
-        """What one segment adds to the expected time, and the factor of what comes after it."""
+        """The time that one segment adds to the expected time, and the factor of what comes after it."""
         survives = math.exp(-rate * length_s)
         fails = -math.expm1(-rate * length_s)
-        ends = survives + fails * to_far  # else it begins again where it began
+        ends = survives + fails * to_far  # else the segment starts over
         return (fails * (1 / rate + back) / ends, survives / ends) if ends > 0 else (math.inf, 0.0)
 
     own, factor = segment(interval_s + near.cost_s)
@@ -85,7 +88,7 @@ def expected_waste(interval_s: float, near: Level, far: Level | None = None, eve
 
 
 def two_level(near: Level, far: Level, *, least_s: float = 1e-6) -> Pattern:
-    """The pattern that is expected to waste least, with at least ``least_s`` between two checkpoints."""
+    """The pattern with the least expected waste, with at least ``least_s`` between two checkpoints."""
     guess = math.sqrt(far.cost_s * far.mtbf_s / (max(near.cost_s, 1e-9) * near.mtbf_s))
     every = max(1, min(10**6, round(guess)))
     best = _best_of(near, far, every, least_s)
@@ -108,7 +111,7 @@ def _best_of(near: Level, far: Level, every: int, least_s: float) -> Pattern:
 
 
 def _least(of: Callable[[float], float], low: float, high: float) -> float:
-    """Where a function that falls and then rises is least: golden section."""
+    """The minimum of a function that falls and then rises, by golden section."""
     left, right = high - _GOLDEN * (high - low), low + _GOLDEN * (high - low)
     at_left, at_right = of(left), of(right)
     while high - low > 1e-4:
