@@ -1,1 +1,1 @@
-"""What the engine does with each state, one step a module; and the user's own modules."""
+"""The steps that the engine takes with each state, one module for each; and the user's own modules."""

@@ -1,6 +1,6 @@
 """What the engine needs of a module: a name, a priority, ``process(item)`` and ``close()``.
 
-The engine's own steps and the user's modules have one shape. Each step has an item of its own kind, and a thread that calls it:
+The engine's own steps and the user's modules have the same shape. Each step has its own kind of item, and a thread that calls it:
 
     priority  step       item     thread
     100       digest     Work     datastates-engine     the digest of each chunk, of the content, of the state
@@ -9,7 +9,7 @@ The engine's own steps and the user's modules have one shape. Each step has an i
     400       write      Writing  datastates-writer     to disk; of the states that are to be durable
     1000      the user's Item     datastates-modules    once the state is recorded
 
-What is durable goes onto the user's tiers besides, on a thread of its own (``copies``).
+Durable states are also put onto the user's tiers, on a separate thread (``copies``).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Kind = TypeVar("Kind", contravariant=True)
 
 
 class Priority(IntEnum):
-    """The priorities of the engine's own steps; a smaller number goes first."""
+    """The priorities of the engine's own steps; smaller numbers go first."""
 
     DIGEST = 100
     DEDUP = 200
@@ -43,52 +43,52 @@ class Step(Protocol[Kind]):
     priority: int
 
     def process(self, item: Kind, /) -> None:
-        """Do this step for one state. What it raises ends the way of this state, and of no other."""
+        """Do this step for one state. An error that it raises ends this state's way through the pipeline, and no other's."""
 
 
 class Item(Protocol):
-    """One state, as a user's module gets it. Its bytes stay in memory until ``process`` returns, and can not be read after that."""
+    """One state, as a user's module gets it. Its bytes stay in memory until ``process`` returns, and cannot be read after that."""
 
     @property
     def state(self) -> State:
-        """What the lineage knows of the state, with its ``status`` so far. It may be kept."""
+        """What the lineage knows of the state, with its ``status`` so far. You may keep it."""
 
     @property
     def branch(self) -> str | None:
-        """The branch that the state was captured on; None for a merge into no branch. It may be kept."""
+        """The branch on which the state was captured; None for a merge into no branch. You may keep it."""
 
     @property
     def manifest(self) -> Manifest:
-        """What the state consists of. It may be kept.
+        """What the state consists of. You may keep it.
 
         :raises Unavailable: the state left memory before it was recorded, because the lineage was away for long.
         """
 
     def tree(self, only: str | Sequence[str] | None = None) -> Any:
-        """Nested containers of tensors, as ``Repository.load`` returns them: copies that may be kept and changed.
+        """Nested containers of tensors, as ``Repository.load`` returns them: copies that you may keep and change.
 
-        ``only`` takes names or patterns of paths (``"model"``); what is not asked for is ``None`` in the tree.
+        ``only`` takes names or patterns of paths (``"model"``); parts that are not asked for are ``None`` in the tree.
 
         :raises Unavailable: as ``manifest``.
         """
 
     def chunks(self) -> Iterator[memoryview]:
-        """The bytes of the tensors, chunk by chunk in the manifest's order, where they lie: only to be read, and not to be kept.
+        """The bytes of the tensors where they lie, chunk by chunk in the manifest's order: read them only, and do not keep them.
 
         :raises Unavailable: as ``manifest``.
         """
 
 
 class Module(Protocol):
-    """A step of your own, which is called with every state that this process captures or merges. Give it to ``Config(modules=[…])``.
+    """A step of your own that is called with every state that this process captures or merges. Give it to ``Config(modules=[…])``.
 
-    Subclass this for the defaults, or bring the four names. All calls come from one thread, ``datastates-modules``, one at a time: a module
-    needs no lock of its own. Each module sees the states in the order in which they were recorded; of one state the module with the
-    smaller ``priority`` is called first.
+    Subclass this for the defaults, or provide the four names. One thread, ``datastates-modules``, makes all calls, one at a time, so a
+    module needs no lock of its own. Each module sees the states in the order in which they were recorded. For each state, modules with
+    smaller ``priority`` are called first.
     """
 
     name: str
-    """How messages name it; unique among the modules of a repository."""
+    """The name of the module in messages; unique among the modules of a repository."""
 
     priority: int = Priority.OWN
     """Its place among the modules of a repository. All of them come after the engine's own steps up to ``record``."""
@@ -96,11 +96,11 @@ class Module(Protocol):
     def process(self, item: Item, /) -> None:
         """Do something with a recorded state.
 
-        Captures go on meanwhile, and what waits for the module stays in memory: a module that is slower than the captures brings
-        ``back_pressure`` about in the end. What it raises is kept as ``Capture.error`` (a ``ModuleFailed``), and said once in the log;
-        the state, the other modules and the training are not touched by it. Do not capture or close the repository here.
+        Captures go on meanwhile, and states that wait for the module stay in memory: a module that is slower than the captures eventually
+        causes ``back_pressure``. An error that it raises is kept as ``Capture.error`` (a ``ModuleFailed``), and logged once; it does not
+        affect the state, the other modules or the training. Do not capture or close the repository here.
         """
 
     def close(self) -> None:
-        """The repository is closed: the last state was processed. Called once, on the same thread."""
+        """Called once, on the same thread, when the repository is closed and the last state was processed."""
         return  # a subclass may do without it

@@ -1,10 +1,10 @@
-"""Copies of durable states on the further tiers, made on a thread of their own: a slow bucket holds up neither captures nor the disk.
+"""Copies of durable states on the further tiers, made on a separate thread: a slow bucket holds up neither captures nor the disk.
 
-Each state that becomes durable is put onto each further tier, in that order. A tier that fails is tried again with the next state,
-and once more at the end; until then its states wait. What waits is bytes on disk and a uid here, so it costs nothing.
+Each state that becomes durable is put onto each further tier, in order. A tier that fails is tried again with the next state,
+and once more at the end; until then its states wait. A waiting state is bytes on disk and a uid here, so waiting costs nothing.
 
-Of a state of several parts each rank puts its own. Who waits for the state is told once the parts of the others are there too: the lineage
-is asked for that, after 0.25 s and then half as often each time.
+Each rank puts its own part of a state of several parts. Callers that wait for the state are told once the parts of the other ranks are
+there too: the lineage is asked for that after 0.25 s, and then half as often each time.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ class Told(Protocol):
     state: State | None
 
     def advance(self, state: State) -> None:
-        """The state reached a further tier."""
+        """Called when the state reached a further tier."""
 
     def hold_up(self, why: Unavailable) -> None:
-        """It does not, for now."""
+        """Called when the state cannot reach the tier for now."""
 
     def give_up(self, why: str) -> None:
-        """It will not."""
+        """Called when the state will not reach the tier."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,15 +69,15 @@ class _Turn:
 
 
 class Copies:
-    """Without further tiers it has no thread and costs nothing. ``on_done`` is called after each attempt. The parts of other ranks are
-    waited for as long as ``patience_s``.
+    """Copies durable states onto the further tiers. Without such tiers it has no thread and costs nothing. ``on_done`` is called after each
+    attempt. It waits ``patience_s`` for the parts of other ranks.
     """
 
     def __init__(self, durable: Tier, further: Sequence[Tier], database: Database, on_done: Callable[[], None], patience_s: float) -> None:
         self._durable, self._further, self._database, self._on_done = durable, further, database, on_done
         self._patience_s = patience_s
         self._halves: list[tuple[_Turn, float]] = []
-        """What waits for the parts of other ranks, and since when."""
+        """The copies that wait for the parts of other ranks, and since when."""
         self._look_at = self._look_every_s = 0.0
         self._turns: queue.SimpleQueue[_Turn | None] = queue.SimpleQueue()
         self._late: dict[str, deque[_Turn]] = {tier.name: deque() for tier in further}
@@ -92,21 +92,21 @@ class Copies:
 
     @property
     def pending(self) -> int:
-        """Copies that were not yet tried."""
+        """The number of copies that were not tried yet."""
         return self._put - self._done
 
     @property
     def took_s(self) -> float | None:
-        """How long the newest state took onto all further tiers together, in seconds; None: none was put onto any."""
+        """How long it took to put the newest state onto all further tiers together, in seconds; None: none was put onto any."""
         return sum(self._took_s.copy().values()) if self._took_s else None
 
     def is_pending(self, uid: str) -> bool:
-        """Whether a state is still to be put onto a tier, so that whoever waits for that is told by this."""
+        """Whether a state is still to be put onto a tier, so that this object will tell callers that wait for it."""
         with self._lock:
             return uid in self._waiting
 
     def put(self, uid: str, ranks: Sequence[int], told: Told | None) -> None:
-        """A state became durable, of which this process has the parts of these ranks. Any thread; never waits."""
+        """Note that a state became durable, of which this process has the parts of these ranks. Any thread; never waits."""
         with self._lock:
             for tier in self._further:
                 self._waiting[uid] += 1
@@ -114,11 +114,11 @@ class Copies:
                 self._turns.put(_Turn(uid, ranks, tier, told))
 
     def close(self) -> None:
-        """End the thread, once it has tried what waits; ``join`` waits for it. Idempotent."""
+        """End the thread once it has tried what waits; ``join`` waits for that. Idempotent."""
         self._turns.put(None)
 
     def join(self) -> None:
-        """Wait until it has ended."""
+        """Wait until the thread has ended."""
         if self._thread is not None:
             self._thread.join()
 
@@ -151,7 +151,7 @@ class Copies:
         return self._turns.get()
 
     def _work_off(self, late: deque[_Turn]) -> None:
-        """Copy what waits for one tier, in order, until it fails."""
+        """Copy what waits for one tier, in order, until the tier fails."""
         was_late = len(late) > 1
         while late:
             turn = late[0]
@@ -181,7 +181,7 @@ class Copies:
                 was_late = False
 
     def _copy(self, turn: _Turn) -> bool:
-        """Put what this process has of a state; whether the whole state is on the tier now, or will not be."""
+        """Put what this process has of a state; returns whether the whole state is on the tier now, or never will be."""
         tier, began, now = turn.tier, time.monotonic(), None
         for rank in turn.ranks:
             try:
@@ -207,7 +207,7 @@ class Copies:
         self._look_at = time.monotonic() + _FIRST_LOOK_S
 
     def _look(self) -> None:
-        """Ask the lineage which states have come to be whole on their tiers."""
+        """Ask the lineage which states are now whole on their tiers."""
         statuses = self._statuses({turn.uid for turn, _ in self._halves})
         halves, self._halves = self._halves, []
         for turn, since in halves:
@@ -225,7 +225,7 @@ class Copies:
             self._forget(turn)
 
     def _statuses(self, uids: Iterable[str]) -> dict[str, Status]:
-        """Of each state, as far as the lineage answers."""
+        """The status of each state, as far as the lineage answers."""
         found = dict[str, Status]()
         with suppress(DatastatesError), self._database.read() as session:
             for uid in uids:
@@ -255,7 +255,7 @@ def _is_as_safe(now: Status, tier: Tier) -> bool:
 
 
 def _relative(tier: Tier, manifest: Manifest) -> Manifest | None:
-    """The manifest that the tier has of a parent, for what both share."""
+    """The manifest of a parent that the tier has, so that shared chunks are not stored again."""
     if isinstance(tier, SupportsManifests):
         for uid in manifest.origin.parents:
             with suppress(NotFound, Corrupt, Unavailable):

@@ -1,4 +1,4 @@
-"""The second step: into memory, each distinct chunk once."""
+"""The second step: moves the state into memory, each distinct chunk once."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["Dedup"]
 
 
 class Dedup:
-    """Hands a state's slots over to the memory tier, where chunks that other states hold give theirs back."""
+    """Hands a state's slots over to the memory tier; slots of chunks that other states hold already are returned."""
 
     name, priority = "dedup", int(Priority.DEDUP)
 
@@ -19,5 +19,5 @@ class Dedup:
         self._memory = memory
 
     def process(self, work: Work) -> None:
-        """Hand the slots over to the tier, and the list is empty; if it refuses, they stay the caller's."""
+        """Hand the slots over to the tier, and empty the list; if the tier refuses, the caller keeps them."""
         work.bytes_new = self._memory.adopt(work.digested(), work.slots).bytes_new

@@ -1,4 +1,4 @@
-"""The first step: digests of the chunks, and of the whole."""
+"""The first step: computes the digests of the chunks, and of the whole."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["Digest", "finished", "manifest_of"]
 
 
 class Digest:
-    """xxh3_128 of each chunk that its device did not digest, BLAKE3 of the content and the parents' digests."""
+    """Computes xxh3_128 of each chunk that its device did not digest, and BLAKE3 of the content and the parents' digests."""
 
     name, priority = "digest", int(Priority.DIGEST)
 
@@ -35,9 +35,9 @@ class Digest:
 
 
 def manifest_of(facts: StateFacts, content: Content, parent_digests: tuple[str, ...], *, rank: int = 0) -> Manifest:
-    """What is kept beside the bytes of a state that is made here: ``parent_digests`` are those of ``facts.parents``, in order.
+    """The manifest that is kept beside the bytes of a state made here; ``parent_digests`` are those of ``facts.parents``, in order.
 
-    A part of several names no parents yet, which it cannot know: see ``finished``.
+    A part of several names no parents yet, because it cannot know them: see ``finished``.
     """
     is_part = facts.world_size > 1
     origin = Origin(
@@ -59,7 +59,7 @@ def manifest_of(facts: StateFacts, content: Content, parent_digests: tuple[str, 
 
 
 def finished(part: Manifest, state: State, parent_digests: tuple[str, ...]) -> Manifest:
-    """The manifest of a part, now that its state is whole: it says of the state what the lineage says, so that any part tells it."""
+    """The manifest of a part once its state is whole: it has the lineage's facts of the state, so that any part can tell them."""
     origin = msgspec.structs.replace(
         part.origin,
         parents=state.parents,

@@ -1,4 +1,4 @@
-"""A state to be told, as the journal keeps it."""
+"""A state to be recorded, as the journal keeps it."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ __all__ = ["Entry"]
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A state to be told, and the tip of its line before it: its uid and digest.
+    """A state to be recorded, and the tip of its line before it: its uid and digest.
 
-    ``rank`` is whose part of several it is, ``reduce`` how the metrics of all go together, ``form`` what all parts have in common; None:
-    it is the whole state.
+    ``rank`` says whose part of several it is, ``reduce`` how the metrics of all parts are combined, ``form`` what all parts have in common;
+    None: it is the whole state.
     """
 
     new: NewState

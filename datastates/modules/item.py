@@ -1,4 +1,4 @@
-"""A recorded state as a user's module gets it: its facts, and its bytes in memory while the module has it."""
+"""A recorded state as a user's module gets it: its facts, and its bytes as long as the module holds it."""
 
 from __future__ import annotations
 
@@ -19,45 +19,45 @@ __all__ = ["HeldItem"]
 
 
 class HeldItem:
-    """An ``Item`` whose bytes stay in memory until ``let_go``. ``current`` says how far the state has come by now."""
+    """An ``Item`` whose bytes stay in memory until ``let_go``. ``current`` returns how far the state has come by now."""
 
     def __init__(self, memory: CaptureTier, current: Callable[[], State], branch: str | None) -> None:
         self._current, self._branch = current, branch
         self._reader: Reader | None = None
         self._is_over = False
-        with suppress(Closed, NotFound):  # it was told late; its facts are left
+        with suppress(Closed, NotFound):  # it was recorded late; only its facts are left
             self._reader = memory.open(self.state.uid, verify=False)  # its digests were made from this very memory
 
     @property
     def state(self) -> State:
-        """What the lineage knows of it."""
+        """What the lineage knows of the state."""
         return self._current()
 
     @property
     def branch(self) -> str | None:
-        """The branch that it was captured on."""
+        """The branch on which the state was captured."""
         return self._branch
 
     @property
     def manifest(self) -> Manifest:
-        """What it consists of."""
+        """What the state consists of."""
         return self._open().manifest
 
     @values.takes(only=values.patterns)
     def tree(self, only: str | Sequence[str] | None = None) -> Any:
-        """Copies of its tensors, in its containers; None where a tensor was not asked for.
+        """Copies of the state's tensors, in its containers; None for tensors that were not asked for.
 
         A pattern that selects nothing is no error here: a module sees the states of whatever is trained.
         """
         return read_tree(self._open(), wants=Selection(only).wants)
 
     def chunks(self) -> Iterator[memoryview]:
-        """Its bytes where they lie."""
+        """The state's bytes where they lie."""
         reader = self._open()
         return (reader.chunk(index) for index in range(len(reader.manifest.content.chunks)))
 
     def let_go(self) -> None:
-        """Its bytes may leave memory."""
+        """Release the bytes, so that they may leave memory."""
         self._is_over = True
         if self._reader is not None:
             self._reader.close()

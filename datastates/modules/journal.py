@@ -1,18 +1,18 @@
-"""What this process tells the lineage: in order, late when the database is away, and again when it has forgotten.
+"""What this process tells the lineage: in order, late if the database is away, and again if the database has forgotten.
 
-Captures do not wait for the disk of a PostgreSQL server, so one that is killed loses the commits of its last moments; a server that is
-started again, or cut off, does not answer for a while. Neither is the training's fault: states are in memory, and so is what is to be told
+Captures do not wait for the disk of a PostgreSQL server, so a server that is killed loses the commits of its last moments; a server that
+is restarted, or cut off, does not answer for a while. Neither must harm the training: states are in memory, and so is what has to be told
 of them.
 
 Rules:
-- States are told in the order in which they were captured, so a parent is known before its child. What is told of a state's disk and of
-  its leaving memory comes after the state itself.
-- While the database is away (it is asked once a second) what is to be told waits. One line of the log says so, another when it is over.
-- What was told is kept as long as the state is in memory, and until a commit that survives the server came after it.
-  When something turns out to be unknown, all that is kept and unknown is told again, in order.
-- A state whose branch moved on meanwhile, by another process, is told without its branch: it is there, under its uid.
-- A part of a state of several is told likewise. What became of the state this process hears with whatever it tells next, or when it
-  asks (``parts``); until then it waits.
+- States are told in the order in which they were captured, so a parent is known before its child. News of a state's disk, and of its
+  leaving memory, comes after the state itself.
+- While the database is away (it is asked once a second), news waits. One line of the log says so, and another when the database is back.
+- News that was told is kept as long as the state is in memory, and until a later commit survives the server. If something turns out to be
+  unknown, everything that is kept and unknown is told again, in order.
+- A state whose branch another process moved meanwhile is told without its branch: it exists, under its uid.
+- A part of a state of several is told in the same way. This process hears the fate of that state with whatever it tells next, or when it
+  asks (``parts``); until then the part waits.
 """
 
 from __future__ import annotations
@@ -53,18 +53,19 @@ __all__ = ["PATIENCE_S", "Entry", "Journal", "Listener"]
 _logger = logging.getLogger(__name__)
 
 PATIENCE_S = 60.0
-"""How long the database may be away before whoever waits is told."""
+"""How long, in seconds, the database may be away before waiting callers get an error."""
 
 _MOST_WAITING = 10_000
-"""States that wait to be told; no more are captured then."""
+"""The most states that wait to be told; no more are captured then."""
 
 
 @dataclass(frozen=True, slots=True)
 class Listener:
-    """Called when the lineage knows of a state (and, of one that was told late, why its branch did not move), when it knows of its replica
-    on disk and the bytes added there, and when it refuses either. Of a part that was told: when its state is whole, or given up, and when
-    another rank makes that durable (and whether it keeps it off further tiers), or has lost its part before.
-    On the thread that told it, which may be any.
+    """The callbacks of a journal, on the thread that told the lineage, which may be any.
+
+    Called when the lineage knows of a state (with the reason why its branch did not move, if it was told late), when it knows of its
+    replica on disk and the bytes added there, and when it refuses either. For a part that was told, called when its state is whole or given
+    up, and when another rank makes the state durable (and whether that rank keeps it off further tiers), or has lost its part before.
     """
 
     recorded: Callable[[Entry, State, Conflict | None], None]
@@ -77,13 +78,13 @@ class Listener:
 
 
 class Journal:
-    """One for each process and repository. Every method is safe from any thread, ``evict`` never waits."""
+    """Tells the lineage of states; one for each process and repository. Every method is safe from any thread, and ``evict`` never waits."""
 
     def __init__(self, *, database: Database, local: DurableTier, run: Run, folder: str, holder: str, listener: Listener) -> None:
         self._database, self._local, self._runs, self._folder, self._holder = database, local, [run], folder, holder
         self._listener = listener
         self._turn = Mutex()
-        """Held during a transaction, so that what is told stays in order; never taken under another lock."""
+        """Held during a transaction, so that news stays in order; never taken under another lock."""
         self._waiting: dict[str, Entry] = {}
         self._marks: dict[str, tuple[Placed, ...]] = {}
         self._told: dict[str, Entry] = {}
@@ -100,11 +101,11 @@ class Journal:
         return len(self._waiting) + len(self._marks) + len(self._parts)
 
     def is_pending(self, uid: str) -> bool:
-        """Whether something of this state waits to be told, or the state for parts of other ranks."""
+        """Whether news of this state waits to be told, or the state waits for parts of other ranks."""
         return uid in self._waiting or uid in self._marks or uid in self._parts or self._parts.is_half(uid)
 
     def overdue(self) -> Unavailable | None:
-        """The error for callers that wait, once the database has been away for too long."""
+        """The error for waiting callers, once the database has been away for too long."""
         since = self._away_since
         if since is None or time.monotonic() - since < PATIENCE_S:
             return None
@@ -116,10 +117,10 @@ class Journal:
     # --- what is told ------------------------------------------------------------------------------------------------------
 
     def record(self, entries: Sequence[Entry]) -> dict[str, Exception]:
-        """Record states in one go, now or when the database is there; by uid, why some of them were refused.
+        """Record states in one go, now or when the database answers; returns, by uid, why some of them were refused.
 
-        What hangs on one that was refused is refused with it. That the database is away is no reason, but that it has been away for so
-        long that no more can wait.
+        States that depend on a refused one are refused with it. An absent database is no reason to refuse, unless it has been away for so
+        long that no more states can wait.
         """
         with self._turn:
             told, refused = self._record(entries)
@@ -139,9 +140,9 @@ class Journal:
             return walk.state(session, uid) if is_held else None
 
     def conclude(self, entry: Entry) -> bool:
-        """Something was raised while a state was recorded: whether the lineage has it (then the listener hears of it), or it waits.
+        """After an error while a state was recorded: whether the lineage has the state (then the listener hears of it), or it waits.
 
-        :raises DatastatesError: the lineage does not say; that the database is away is no reason.
+        :raises DatastatesError: the lineage does not say, for another reason than that the database is away.
         """
         uid = entry.new.uid
         if entry.rank is not None:
@@ -163,7 +164,7 @@ class Journal:
         return True
 
     def _conclude_part(self, entry: Entry, rank: int) -> bool:
-        """``conclude`` for a part: whether it was told."""
+        """``conclude`` for a part: returns whether it was told."""
         uid = entry.new.uid
         with self._turn:
             if uid in self._parts or uid in self._told or uid in self._waiting:
@@ -181,10 +182,10 @@ class Journal:
             return True
 
     def mark(self, uid: str, *placed: Placed) -> None:
-        """A state is on this node's disk: each part of it that this process had.
+        """Note that a state is on this node's disk: each part of it that this process had.
 
-        :raises NotFound: neither the lineage knows the state nor this process. Any other error of the lineage, too, but that the
-            database is away.
+        :raises NotFound: neither the lineage nor this process knows the state. Any other error of the lineage is raised too, except that
+            the database is away.
         """
         with self._turn:
             self._marks[uid] = placed
@@ -203,12 +204,12 @@ class Journal:
     # --- states of several parts ---------------------------------------------------------------------------------------------
 
     def skip(self, skip: Skip) -> None:
-        """This rank has no part of a state; told with whatever is told next, or by ``ask``. Never waits."""
+        """Note that this rank has no part of a state; told with whatever is told next, or by ``ask``. Never waits."""
         self._parts.skip(skip)
 
     @property
     def is_waiting_for_others(self) -> bool:
-        """Whether a part that was told waits for those of other ranks, or one that there is not is still to be told."""
+        """Whether a part that was told waits for those of other ranks, or a missing part of this rank is still to be told."""
         return not self._parts.is_idle
 
     @property
@@ -218,11 +219,11 @@ class Journal:
 
     @property
     def has_news(self) -> bool:
-        """Whether other ranks are to be told something: of which states this one has no part, and of which it writes its part."""
+        """Whether other ranks have to be told of states of which this rank has no part, or of which it writes its part."""
         return self._parts.is_to_tell
 
     def missing(self, uid: str) -> str | None:
-        """What of other ranks a state waits for, for people; None where it does not wait, or nothing is known."""
+        """What a state still waits for from other ranks, in words; None if it does not wait, or nothing is known."""
         if self._away_since is not None or not (uid in self._parts or self._parts.is_half(uid)):
             return None
         try:
@@ -233,22 +234,24 @@ class Journal:
 
     @property
     def may_be_wanted(self) -> bool:
-        """Whether other ranks may make durable what this one has in memory only."""
+        """Whether other ranks may make durable a state that this rank has in memory only."""
         return self._parts.may_be_wanted
 
     def want(self, uid: str, *, is_near: bool = False) -> None:
-        """A state is to be durable: if it has several parts the other ranks are told, who write theirs. Never waits.
+        """Make a state durable: if it has several parts, the other ranks are told and write theirs. Never waits.
 
-        ``is_near``: and is to stay off further tiers, there as here.
+        ``is_near``: keep it off further tiers, on the other ranks too.
         """
         self._parts.want(uid, is_near=is_near)
 
     def pass_on(self, uid: str) -> None:
-        """A state that stayed off further tiers goes on; if it has several parts the other ranks are told. Never waits."""
+        """Let a state that was kept off further tiers go on; if it has several parts, the other ranks are told. Never waits."""
         self._parts.pass_on(uid)
 
     def ask(self, patience_s: float | None = None) -> None:
-        """Hear what became of the parts that wait, and tell of those that there are not. What waited for longer is given up."""
+        """Hear the fate of the parts that wait, and tell of parts that this rank lacks. Parts that have waited longer than ``patience_s``
+        are given up.
+        """
         if (self._parts.is_idle and not self._parts.may_be_wanted) or self._away_since is not None:
             return
         with self._turn:
@@ -262,21 +265,21 @@ class Journal:
             self._heed(said, heard)
 
     def join(self, place: Place, *, seats: int, is_first: bool) -> None:
-        """Tell of parts together with the other processes of this node from now on, ``seats`` of them, of which one ``is_first``."""
+        """Tell of parts together with the other processes of this node from now on; there are ``seats`` of them, and one ``is_first``."""
         with self._turn:
             self._teller.join(place, seats=seats, is_first=is_first)
 
     def leave(self) -> None:
-        """Tell by itself again, and for nobody else; idempotent."""
+        """Tell alone again, and for no other process; idempotent."""
         with self._turn:
             self._teller.leave()
 
     def begin(self, run: Run) -> None:
-        """A training of this process begins, which the database may forget as it may forget states."""
+        """Note that a training of this process begins; the database may forget it as it may forget states."""
         self._runs.append(run)
 
     def evict(self, uids: Iterable[str]) -> None:
-        """States left this process's memory; told with the next state, or by ``tell_evictions``."""
+        """Note that states left this process's memory; told with the next state, or by ``tell_evictions``."""
         left = list(uids)
         self._evicted.add(left)
         self._parts.leave(left)
@@ -286,7 +289,7 @@ class Journal:
         return uid in self._evicted
 
     def tell_evictions(self) -> None:
-        """Tell now of what left memory.
+        """Tell now which states left memory.
 
         :raises Unavailable: the database is away.
         """
@@ -304,7 +307,7 @@ class Journal:
     # --- the database is away, or has forgotten --------------------------------------------------------------------------------
 
     def settle(self) -> None:
-        """Tell what waits, if the database answers again; nothing when it was not away."""
+        """Tell what waits, if the database answers again; does nothing if it was not away."""
         if self._away_since is None:
             return
         with self._turn:
@@ -327,12 +330,12 @@ class Journal:
                 self._away_since = None
 
     def note_away(self, error: Unavailable) -> None:
-        """Somebody else found that the database does not answer."""
+        """Note that other code found the database away."""
         with self._turn:
             self._note_away(error)
 
     def check(self, session: Session) -> bool:
-        """Whether the newest state of each branch that was told is known: when commits are lost, those are among them."""
+        """Whether the newest state told of each branch is known: if commits are lost, those are among them."""
         newest = {entry.new.facts.branch: uid for uid, entry in list(self._told.items())}
         return len(clones.known(session, newest.values())) == len(newest)
 
@@ -360,7 +363,7 @@ class Journal:
         return told, refused
 
     def _tell_each(self, entries: Sequence[Entry], told: dict[str, State | None], refused: dict[str, Exception]) -> None:
-        """Record all in one transaction; if that fails, one by one, to find out which of them cannot be recorded."""
+        """Record all entries in one transaction; if that fails, record them one by one, to find those that cannot be recorded."""
         if len(entries) > 1:
             with suppress(Conflict, NotFound, InvalidInput):
                 told.update(self._tell_or_recall(entries))
@@ -374,7 +377,7 @@ class Journal:
                 told.update(self._tell_or_recall([entry]))
             except Unavailable:
                 raise
-            except Exception as error:  # whatever refuses this state, its handle raises it, and the others are recorded
+            except Exception as error:  # whatever refuses this state: its handle raises it, and the others are recorded
                 refused[new.uid] = error
 
     def _wait(self, entry: Entry) -> None:
@@ -403,7 +406,7 @@ class Journal:
             return self._tell(entries)
 
     def _tell(self, entries: Sequence[Entry]) -> dict[str, State | None]:
-        """The states that are recorded by that; None where a part was told, whose state may be whole by that, or not."""
+        """The recorded states; None for a part that was told, whose state may or may not be whole now."""
         whole, told = [entry for entry in entries if entry.rank is None], [entry for entry in entries if entry.rank is not None]
         is_durable, evicted = self._evicted.is_crowded, self._leaving()
         said = replace(self._parts.said(told), evicted=tuple(evicted), tier=CAPTURED, holder=self._holder, is_durable=is_durable)
@@ -423,7 +426,7 @@ class Journal:
         return {**{state.uid: state for state in states}, **dict.fromkeys((entry.new.uid for entry in told), None)}
 
     def _heed(self, said: Said, heard: Heard) -> None:
-        """What was heard of parts; each of them waits until its listener knows. What is not known there is told again."""
+        """Act on what was heard of parts; each part waits until its listener knows. Parts that the lineage does not know are told again."""
         if heard.forgotten:
             again = replace(said, parts=self._parts.said([self._parts.entry(uid) for uid in heard.forgotten]).parts)
             with suppress(Unavailable):  # the next question finds out
@@ -450,7 +453,7 @@ class Journal:
         new, moved, kept = entry.new, None, entry
         try:
             with self._database.read() as session:
-                is_known = bool(clones.known(session, [new.uid]))  # the commit came through, its answer did not
+                is_known = bool(clones.known(session, [new.uid]))  # the commit got through, its answer did not
                 state = walk.state(session, new.uid) if is_known else None
             if state is None:
                 try:
@@ -523,16 +526,16 @@ class Journal:
         return evicted
 
     def _leaving(self) -> list[str]:
-        """What left memory, and is to be told: not before the state itself."""
+        """The states that left memory and have to be told; none is told before the state itself."""
         return self._evicted.untold(lambda uid: uid not in self._waiting and uid not in self._parts)
 
     def _forget_gone(self) -> None:
-        """A commit was durable: those before it are."""
+        """Note that a commit was durable, and with it all earlier ones."""
         for uid in self._evicted.settle():
             self._told.pop(uid, None)
 
     def _recall(self) -> bool:
-        """Tell again what the database has forgotten, runs included; whether there was anything."""
+        """Tell again what the database has forgotten, runs included; returns whether there was anything."""
         with self._database.read() as session:
             unknown = [run for run in list(self._runs) if not _has_run(session, run)]
             known = clones.known(session, {**self._told, **dict.fromkeys(self._evicted.untold())})
@@ -559,7 +562,7 @@ class Journal:
         return True
 
     def _leave_out_unknown(self, known: Container[str]) -> bool:
-        """States that left memory, and that nobody knows any more, would be in the way of all that comes; whether there were any."""
+        """Drop evicted states that nobody knows any more, which would block all later news; returns whether there were any."""
         return self._evicted.keep(lambda uid: uid in known or uid in self._told or uid in self._waiting or uid in self._parts)
 
     def _tell_again(self, session: Session, entry: Entry) -> None:

@@ -1,4 +1,4 @@
-"""What left this process's memory: until the lineage was told, and until a commit that survives its server came after that."""
+"""The states that left this process's memory, kept until the lineage was told and a later commit survives its server."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from datastates.system.interrupts import Mutex
 __all__ = ["Leaving"]
 
 _MOST_GONE = 1000
-"""States that left memory and are kept only because no commit since was durable; the next one is."""
+"""The most states that left memory and are kept only because no later commit was durable; then the next commit is made durable."""
 
 
 class Leaving:
@@ -25,24 +25,24 @@ class Leaving:
         return uid in self._untold
 
     def add(self, uids: Iterable[str]) -> None:
-        """These left memory."""
+        """Note that these states left memory."""
         with self._changing:
             self._untold += uids
 
     def untold(self, is_due: Callable[[str], bool] = lambda uid: True) -> list[str]:
-        """What is to be told, in the order in which it left."""
+        """The states that have to be told, in the order in which they left."""
         with self._changing:
             return [uid for uid in self._untold if is_due(uid)]
 
     def note(self, told: Collection[str]) -> None:
-        """These were told; a server that is killed may forget it."""
+        """Note that these were told; a server that is killed may forget it."""
         if told:
             done = frozenset(told)
             self.keep(lambda uid: uid not in done)
             self._gone += told
 
     def keep(self, is_kept: Callable[[str], bool]) -> bool:
-        """Forget the others of those that are to be told; whether there were any."""
+        """Keep only these of the states that have to be told; returns whether others were dropped."""
         with self._changing:
             kept = [uid for uid in self._untold if is_kept(uid)]
             is_less, self._untold = len(kept) < len(self._untold), kept
@@ -50,15 +50,17 @@ class Leaving:
 
     @property
     def gone(self) -> list[str]:
-        """What was told, and may still be forgotten."""
+        """The states that were told, and may still be forgotten."""
         return list(self._gone)
 
     @property
     def is_crowded(self) -> bool:
-        """Whether so many may still be forgotten that the next commit is to survive the server."""
+        """Whether so many may still be forgotten that the next commit has to survive the server."""
         return len(self._gone) >= _MOST_GONE
 
     def settle(self) -> list[str]:
-        """A commit survives the server, and with it what was told before: these uids, nobody has to remember any more."""
+        """Note that a commit survives the server, and with it everything told before; returns the uids that need not be remembered any
+        more.
+        """
         gone, self._gone = self._gone, []
         return gone

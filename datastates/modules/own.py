@@ -32,7 +32,7 @@ class _Turn:
 class Own:
     """Calls each module with every state, in order. Without modules it has no thread and costs nothing.
 
-    A state that waits for its turn keeps its memory; ``backlog`` says how many do. ``on_done`` is called after each of them.
+    A state that waits for its turn keeps its memory; ``backlog`` counts those states. ``on_done`` is called after each of them.
     """
 
     def __init__(self, modules: Sequence[Module], memory: CaptureTier, on_done: Callable[[], None]) -> None:
@@ -49,7 +49,7 @@ class Own:
 
     @property
     def backlog(self) -> int:
-        """States that some module has not seen; none for a module that asks, as it would wait for itself."""
+        """The number of states that some module has not seen; 0 if a module asks, because it would wait for itself."""
         return 0 if threading.current_thread() is self._thread else self._put - self._done
 
     def put(self, current: Callable[[], State], branch: str | None, on_failed: Callable[[ModuleFailed], None]) -> None:
@@ -59,9 +59,9 @@ class Own:
             self._put += 1
 
     def close(self, *, is_giving_up: bool = False) -> None:
-        """Close the modules, once they have seen what was put; ``join`` waits for it. Idempotent.
+        """Close the modules once they have seen what was put; ``join`` waits for that. Idempotent.
 
-        ``is_giving_up``: nobody waits for what they have not seen, whose memory is about to go.
+        ``is_giving_up``: do not wait for states that they have not seen, because the states' memory is about to go.
         """
         if is_giving_up and self.backlog:
             self._has_given_up = True
@@ -69,7 +69,7 @@ class Own:
         self._turns.put(None)
 
     def join(self) -> None:
-        """Wait until the modules are closed. Not for a module's own thread."""
+        """Wait until the modules are closed. Must not be called on a module's own thread."""
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
 
@@ -84,14 +84,14 @@ class Own:
         for module in self._modules:
             try:
                 module.close()
-            except BaseException:  # a module of the user's may raise anything, and the others are to be closed too
+            except BaseException:  # a module of the user's may raise anything, and the others have to be closed too
                 _logger.warning("closing module %r failed", module.name, exc_info=True)
 
     def _take(self, turn: _Turn) -> None:
         for module in () if self._has_given_up else self._modules:
             try:
                 module.process(turn.item)
-            except BaseException as exc:  # likewise: the handle says so, and the training goes on
+            except BaseException as exc:  # likewise: the handle has the error, and the training goes on
                 self._note(module, turn, exc)
         turn.item.let_go()
 

@@ -1,4 +1,4 @@
-"""What this process has told of states of several parts: those of which it waits to hear, and those of which it has no part."""
+"""What this process has told of states of several parts: the states of which it waits to hear, and those of which it has no part."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 __all__ = ["Parts"]
 
 _MOST_ASKED = 100
-"""Of so many of the newest states it is asked whether others make them durable."""
+"""How many of the newest states are asked about, whether other ranks make them durable."""
 
 
 class Parts:
-    """Owned by the journal, which calls this in its turn; but for ``skip``, which never waits."""
+    """The parts of a journal, which calls this in its turn; only ``skip`` may be called at any time, and never waits."""
 
     def __init__(self) -> None:
         self._waiting: dict[str, tuple[Entry, float]] = {}
@@ -33,18 +33,18 @@ class Parts:
         self._unwritten: dict[str, int] = {}
         self._wishes: dict[str, int] = {}
         self._near: dict[str, int] = {}
-        """The states that stay off further tiers, here and on all other ranks, until one of them has them go on."""
+        """The states that stay off further tiers, here and on all other ranks, until a rank has them go on."""
         self._half: dict[str, int] = {}
-        """The states of which this rank's part is on disk, and not yet those of others; with the bytes that it added."""
+        """The states of which this rank's part is on disk, and those of others are not yet; with the bytes that this part added."""
 
     @property
     def is_idle(self) -> bool:
-        """Whether there is nothing to be told, and nothing waits."""
+        """Whether nothing has to be told, and nothing waits."""
         return not self._waiting and not self.is_to_tell
 
     @property
     def is_to_tell(self) -> bool:
-        """Whether something is to be told."""
+        """Whether something has to be told."""
         return bool(self._skips or self._wishes)
 
     @property
@@ -54,7 +54,7 @@ class Parts:
 
     @property
     def may_be_wanted(self) -> bool:
-        """Whether another rank may yet make durable what this one has in memory only, has on disk alone, or keeps near."""
+        """Whether another rank may yet make durable a state that this rank has in memory only, has alone on disk, or keeps near."""
         return bool(self._unwritten or self._half or self._near)
 
     def is_half(self, uid: str) -> bool:
@@ -62,49 +62,49 @@ class Parts:
         return uid in self._half
 
     def await_durable(self, uid: str, added: int) -> None:
-        """This rank's part is on disk, the state is not durable."""
+        """Note that this rank's part is on disk, and the state is not durable yet."""
         self._half[uid] = added
 
     def __len__(self) -> int:
-        """How many states wait for parts of others, or to be told of."""
+        """How many states wait for parts of others, or to be told."""
         return len(self._waiting) + len(self._skips)
 
     def __contains__(self, uid: str) -> bool:
-        """Whether a part was told, and is waited for."""
+        """Whether a part was told, and waits."""
         return uid in self._waiting
 
     def skip(self, skip: Skip) -> None:
-        """This rank has no part of a state; told with the next transaction."""
+        """Note that this rank has no part of a state; told with the next transaction."""
         self._skips[skip.facts.uid] = skip
 
     def want(self, uid: str, *, is_near: bool = False) -> None:
-        """This rank makes its part of a state durable: so are the others to do, which are told with the next transaction.
+        """Note that this rank makes its part of a state durable. The other ranks must do the same, and are told with the next transaction.
 
-        ``is_near``: and keeps it off further tiers.
+        ``is_near``: it also keeps the part off further tiers.
         """
         rank = self._unwritten.pop(uid, None)
-        if rank is not None:  # else it was another one that began
+        if rank is not None:  # else another rank began
             self._wishes[uid] = rank
             if is_near:
                 self._near[uid] = rank
 
     def pass_on(self, uid: str) -> None:
-        """What was kept near goes on to further tiers: so are the parts of the others to do."""
+        """Note that a state that was kept near goes on to further tiers; so must the parts of the others."""
         rank = self._near.pop(uid, None)
         if rank is not None:
             self._wishes[uid] = rank
 
     def leave(self, uids: Iterable[str]) -> None:
-        """These states are not in memory only any more."""
+        """Note that these states are no longer in memory only."""
         for uid in uids:
             self._unwritten.pop(uid, None)
 
     def entry(self, uid: str) -> Entry:
-        """What was told of a part that is waited for."""
+        """What was told of a part that waits."""
         return self._waiting[uid][0]
 
     def missing(self, session: Session, uid: str, tier: str) -> str | None:
-        """What of other ranks a state waits for, for people: their parts, or that these are on their disks, which are the ``tier``."""
+        """What a state still waits for from other ranks, in words: their parts, or that these reach the ``tier``, the ranks' disks."""
         if uid in self._waiting:
             return next((str(each) for each in waiting(session, [uid])), None)
         if uid not in self._half:
@@ -116,7 +116,7 @@ class Parts:
     # --- what is said -------------------------------------------------------------------------------------------------------
 
     def said(self, entries: Sequence[Entry] = (), *, late: Sequence[str] = (), patience_s: float | None = None) -> Said:
-        """What is to be told besides these parts, and what is asked."""
+        """What has to be told besides these parts, and what is asked."""
         told = {entry.new.uid: entry for entry, _ in self._waiting.values()} | {entry.new.uid: entry for entry in entries}
         return Said(
             parts=tuple(Telling(entry.new, _rank(entry), entry.reduce, entry.form) for entry in entries),
@@ -131,33 +131,34 @@ class Parts:
         )
 
     def late(self, patience_s: float) -> list[str]:
-        """The states that have waited for longer."""
+        """The states that have waited for longer than ``patience_s``."""
         before = time.monotonic() - patience_s
         return [uid for uid, (_, since) in self._waiting.items() if since <= before]
 
     # --- once it is committed -----------------------------------------------------------------------------------------------
 
     def begin(self, entries: Iterable[Entry]) -> None:
-        """These parts were told: they are waited for."""
+        """Note that these parts were told: they wait now."""
         now = time.monotonic()
         for entry in entries:
             self._waiting.setdefault(entry.new.uid, (entry, now))
 
     def become_whole(self, uid: str) -> None:
-        """A state is whole: from now on some rank may make it durable."""
+        """Note that a state is whole: from now on any rank may make it durable."""
         self._unwritten.setdefault(uid, _rank(self._waiting[uid][0]))
 
     def end(self, uid: str) -> None:
-        """A state waits no longer."""
+        """Note that a state waits no longer."""
         self._waiting.pop(uid, None)
 
     def heed(self, said: Said, heard: Heard) -> dict[str, bool]:
-        """This was told, and that was heard. The states that others make durable, or have go on, and this one does not yet; and whether
-        they are to stay near."""
+        """Act on what was told and what was heard. Returns the states that others make durable, or have go on, and this rank does not yet;
+        and whether they must stay near.
+        """
         for skip in said.skips:
             self._skips.pop(skip.facts.uid, None)
         for uid in said.wishes:
-            if (uid in said.near) == (uid in self._near):  # else it was passed on meanwhile, which is to be told
+            if (uid in said.near) == (uid in self._near):  # else it was passed on meanwhile, which has to be told
                 self._wishes.pop(uid, None)
         wanted: dict[str, bool] = {}
         for uid in heard.wanted:
@@ -169,7 +170,7 @@ class Parts:
         return wanted
 
     def settled(self, heard: Heard) -> list[tuple[str, int, bool]]:
-        """The states that wait no longer for the disks of others: with the bytes that this rank added, and whether they are durable."""
+        """The states that no longer wait for the disks of others, with the bytes that this rank added, and whether they are durable."""
         found = []
         for uid, status in heard.statuses.items():
             if status is not Status.CAPTURED and uid in self._half:

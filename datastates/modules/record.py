@@ -1,4 +1,4 @@
-"""The third step: into the lineage."""
+"""The third step: records states in the lineage."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Record"]
 
 
 class Record:
-    """Tells the lineage of states, now or when it answers again. A transaction costs about as much for ten states as for one."""
+    """Records states in the lineage, now or when it answers again. A transaction costs about as much for ten states as for one."""
 
     name, priority = "record", int(Priority.RECORD)
 
@@ -22,11 +22,11 @@ class Record:
         self._journal, self._tier, self._holder = journal, tier, holder
 
     def process(self, work: Work) -> None:
-        """Record one state; raises why it was refused."""
+        """Record one state; raises the reason if it was refused."""
         for error in self.process_all([work]).values():
             raise error
 
     def process_all(self, works: Sequence[Work]) -> dict[str, Exception]:
-        """Record the states of a round in one go; by uid, why some of them were refused."""
+        """Record the states of a round in one go; returns, by uid, why some of them were refused."""
         entries = [work.be_told(self._tier, self._holder) for work in works]
         return self._journal.record(entries) if entries else {}

@@ -1,13 +1,13 @@
-"""What a rank tells the lineage of its parts, and what it hears: by itself, or by one process that tells for all those of its node.
+"""What a rank tells the lineage of its parts, and what it hears: alone, or through one process that tells for all processes of its node.
 
-Each capture of N ranks is told N times; all that is told of one branch takes turns in the database. So the processes of a node hand what
-they have to tell to one of them (``transport/session/desk``), which tells all of it in one transaction.
+Each capture of N ranks is told N times, and all news of one branch takes turns in the database. So the processes of a node hand their news
+to one of them (``transport/session/desk``), which tells all of it in one transaction.
 
 Rules:
-- Telling is idempotent: whoever does not hear that something was told tells it again, by itself.
-- What nobody waits for any more is not told here: its rank tells it by itself by then, and what that rank tells later comes after it.
-- Whatever is wrong with one of those that are told together is not found out here: each rank tells by itself, and hears it.
-- What has to survive the database's own end has a transaction of its own, whose commit waits for the disk.
+- Telling is idempotent: a process that does not hear that its news was told tells it again, alone.
+- News that nobody waits for any more is not told here: by then its rank tells it alone, and what that rank tells later comes after it.
+- Errors in news that is told together are not examined here: each rank then tells alone, and hears its own error.
+- News that has to survive the database's own end has a separate transaction, whose commit waits for the disk.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Skip:
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A tier of a node holds this rank's part of a state, and got so many bytes by that."""
+    """The fact that a tier of a node holds this rank's part of a state, and how many bytes that added."""
 
     uid: str
     status: Status
@@ -59,9 +59,9 @@ class Mark:
 class Said:
     """What one process has to tell and to ask.
 
-    It tells its parts, those that it has not, what waited longer than ``patience_s``, which states it makes durable (by uid, as which
+    It tells its parts, the parts that it lacks, what waited longer than ``patience_s``, which states it makes durable (by uid, as which
     rank; those that are ``near`` stay off further tiers), what a tier holds, and what left the memory of ``holder`` in ``tier``. It asks
-    what became of states (by uid, of its part of that rank), which of them others make ``wanted``, and how safe others are.
+    for the fate of states (by uid, of its part of that rank), which of them others make ``wanted``, and how safe others are.
     ``is_durable``: it has to survive the database's own end.
     """
 
@@ -82,14 +82,14 @@ class Said:
 
     @property
     def is_question(self) -> bool:
-        """Whether it tells nothing."""
+        """Whether it only asks, and tells nothing."""
         return not (self.parts or self.skips or self.late or self.wishes or self.marks or self.evicted)
 
 
 @dataclass(frozen=True, slots=True)
 class Heard:
-    """What a transaction said to one process: what became of states, which of its parts the lineage does not know, which states others
-    make durable (``near``: and keep off further tiers), how safe states are, and those that were marked. Heeded once it is committed.
+    """What a transaction said to one process: the fate of states, which of its parts the lineage does not know, which states others
+    make durable (``near``: and keep off further tiers), how safe states are, and those that were marked. Acted on once it is committed.
     """
 
     outcomes: dict[str, Outcome] = field(default_factory=dict)
@@ -138,9 +138,9 @@ def tell(session: Session, told: Sequence[Said]) -> list[Heard]:
 
 
 class Teller:
-    """Tells the lineage what this process has to tell, and, where it is the first of its node, what the others there have.
+    """Tells the lineage what this process has to tell and, if it is the first of its node, what the other processes there have to tell.
 
-    One thread at a time; what others hand in is told on a thread of the desk.
+    One thread at a time calls it; a thread of the desk tells what others hand in.
     """
 
     def __init__(self, database: Database) -> None:
@@ -149,7 +149,7 @@ class Teller:
         self._caller: Caller | None = None
 
     def join(self, place: Place, *, seats: int, is_first: bool) -> None:
-        """From now on tell by the desk there, which this process keeps if it ``is_first`` of the ``seats`` of its node."""
+        """Tell through the desk at ``place`` from now on. This process keeps the desk if it ``is_first`` of the ``seats`` of its node."""
         self.leave()
         if is_first:
             self._desk = Desk(place, self._tell_all, seats=seats)
@@ -157,7 +157,7 @@ class Teller:
         self._caller = Caller(place)
 
     def leave(self) -> None:
-        """Tell by itself from now on, and for nobody else; idempotent."""
+        """Tell alone from now on, and for no other process; idempotent."""
         caller, self._caller = self._caller, None
         if caller is not None:
             caller.close()
@@ -177,10 +177,10 @@ class Teller:
         return heard
 
     def _hand_in(self, caller: Caller, said: Said) -> Heard | None:
-        """What the desk says; None where this process has to tell it by itself."""
+        """The answer of the desk; None if this process has to tell the news alone."""
         try:
             handed = msgspec.msgpack.encode(said)
-        except (OverflowError, UnicodeEncodeError):  # what the lineage takes or refuses is for the lineage to say
+        except (OverflowError, UnicodeEncodeError):  # the lineage itself decides what it takes or refuses
             return None
         if len(handed) > MOST_BYTES:
             return None
@@ -192,7 +192,7 @@ class Teller:
         return msgspec.msgpack.decode(answer, type=Heard) if answer else None
 
     def _tell_all(self, asked: Sequence[Asked]) -> list[bytes]:
-        """On the desk's thread: answers to those that could be told together, and nothing to the others."""
+        """Answer on the desk's thread: answers to those that could be told together, and empty ones to the others."""
         answers: dict[Asked, bytes] = {}
         said = {each: msgspec.msgpack.decode(each.said, type=Said) for each in asked}
         for is_durable in (False, True):
@@ -210,10 +210,10 @@ class Teller:
                 return tell(session, said)
         with self._database.write(durable=any(each.is_durable for each in said)) as session:
             heard = tell(session, said)
-            if not all(each.is_awaited for each in asked):  # what changes here is locked: what its rank tells by itself comes after it
+            if not all(each.is_awaited for each in asked):  # what changes here is locked: news that a rank tells alone comes after it
                 raise _Unwanted
             return heard
 
 
 class _Unwanted(Exception):  # it is no error, and seen here only
-    """Somebody turned away who had handed something in."""
+    """Raised when a process that handed news in was turned away."""

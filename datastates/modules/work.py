@@ -1,4 +1,4 @@
-"""A state on its way through the engine's own steps: what each of them reads, and what it adds."""
+"""A state on its way through the engine's own steps: what each step reads, and what it adds."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class Work:
     """A state whose bytes are in ``slots``, one for each of ``lengths``.
 
     ``parent_digests`` are those of ``facts.parents``. ``content`` lacks the chunks, which ``digest`` adds (``manifest``); ``before`` is the
-    tip of its line, on which it hangs. The slots are whoever's made this until ``dedup`` takes them out of the list; then ``bytes_new`` of
-    them were new in memory. There is an ``entry`` once the lineage may have heard of it. ``rank`` is whose part of several it is,
-    ``reduce`` how the metrics of all of them go together, ``form`` what they have in common. ``known`` are chunks that were digested
-    before: what the memory tier holds of them need not be in their slots.
+    tip of its line, on which the state depends. The maker of this object owns the slots until ``dedup`` takes them out of the list;
+    ``bytes_new`` of them were then new in memory. There is an ``entry`` once the lineage may have heard of the state. ``rank`` says whose
+    part of several it is, ``reduce`` how the metrics of all of them are combined, ``form`` what they have in common. ``known`` are chunks
+    that were digested before: those that the memory tier holds need not be in their slots.
     """
 
     facts: StateFacts
@@ -46,7 +46,7 @@ class Work:
         return self.manifest
 
     def be_told(self, tier: Tier, holder: str) -> Entry:
-        """Its ``entry`` of the journal, now that the state is in a tier of which ``holder`` names the place."""
+        """The ``entry`` for the journal, now that the state is in a tier of which ``holder`` names the place."""
         digest, total = self.digested().digest, sum(self.lengths)
         new = NewState(self.facts, digest, tier.gives, bytes_total=total, bytes_new=self.bytes_new, tier=tier.name, node=holder)
         self.entry = Entry(new, self.before, self.rank, self.reduce, self.form)
@@ -55,7 +55,7 @@ class Work:
 
 @dataclass(slots=True)
 class Writing:
-    """A state of the memory tier that is to be written.
+    """A state of the memory tier that has to be written.
 
     ``base`` is a manifest on disk that shares as much as is known; ``is_of_base``: both are captures of one line of this process.
     ``manifest`` is what was written, with its places, once it was.

@@ -1,4 +1,4 @@
-"""The last step, for the states that are to be durable: to disk."""
+"""The last step, for states that become durable: writes them to disk."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ class Write:
         self._memory, self._local, self._journal, self._recorder = memory, local, journal, recorder
 
     def process(self, writing: Writing) -> None:
-        """The digests were made from this very memory: reading verifies them, writing need not."""
+        """Write the state without verifying it: its digests were made from this very memory, and reading verifies them."""
         began = time.monotonic()
         each = [self._put(writing, rank) for rank in self._memory.ranks(writing.uid)]
         placed = each[0]
         put, step = time.monotonic(), placed.manifest.origin.step
         self._recorder.span("put", began, put, writing.uid, step)
-        self._count(each)  # before anybody hears that it is durable
+        self._count(each)  # before any caller hears that it is durable
         self._journal.mark(writing.uid, *each)
         writing.manifest = placed.manifest
         ended = time.monotonic()
