@@ -1,8 +1,8 @@
-"""Places for connections, counted from ``accept`` on, by address and in all; what the training needs is left to it.
+"""Places for connections, counted from ``accept`` on, by address and in all; descriptors that the training needs are left to it.
 
-A place is *held* while its connection is worth keeping: it has proved a token, or a request of it is being answered. When all places are
-taken, the oldest one that nobody holds gives way, of the address that has most of them: silent connections keep nobody out.
-Knows no sockets and no event loop: the acceptor asks here, and closes what is refused or gives way.
+A place is *held* while its connection is worth keeping: the connection has proved a token, or one of its requests is being answered. When
+all places are taken, the oldest place that is not held gives way, of the address that has most of them: silent connections keep nobody out.
+This module knows no sockets and no event loop: the acceptor asks it, and closes connections that are refused or give way.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from dataclasses import dataclass
 __all__ = ["Admission", "Descriptors", "Limits", "Place", "of_process"]
 
 _SHARE = 4
-"""Connections of all servers have at most one in so many of a process's descriptors, and none of the last one in so many."""
+"""Connections of all servers get at most a quarter of a process's descriptors, and none of the last quarter."""
 
-_MANY = 1 << 20  # where the limit on descriptors is none
+_MANY = 1 << 20  # where there is no limit on descriptors
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """At most so many connections at a time; ``per_address`` counts an IPv6 network of 64 bits as one address, as one host has it whole.
+    """The most connections at a time. ``per_address`` counts an IPv6 network of 64 bits as one address, because one host owns all of it.
 
-    For ``proof_s`` a connection for clones may go on without having proved the token, the handshake of TLS included.
+    A connection for clones may go on for ``proof_s`` without having proved the token, including the TLS handshake.
     """
 
     connections: int = 256
@@ -46,13 +46,13 @@ class Descriptors:
         self._sharers: weakref.WeakSet[Admission] = weakref.WeakSet()
 
     def join(self, admission: Admission) -> None:
-        """One more server uses them."""
+        """Add a server that uses them."""
         with self._lock:
             self._sharers.add(admission)
 
     @property
     def share(self) -> int:
-        """The share of one server, so that a crowd at one leaves the others theirs."""
+        """The share of one server, so that a crowd at one server leaves the others theirs."""
         with self._lock:
             return max(1, self.limit // max(1, len(self._sharers)))
 
@@ -62,24 +62,26 @@ class Descriptors:
         return self._taken
 
     def leaves_room(self, descriptor: int) -> bool:
-        """Whether the process has enough left with this one: the kernel gives the lowest free number, so it says how many are used."""
+        """Whether the process has enough descriptors left. The kernel gives the lowest free number, so ``descriptor`` says how many are
+        used.
+        """
         return descriptor < self._beyond
 
     def take(self) -> bool:
-        """Count one more, if there may be one."""
+        """Count one more connection, if one more is allowed; returns whether it is."""
         with self._lock:
             is_free = self._taken < self.limit
             self._taken += is_free
             return is_free
 
     def give(self) -> None:
-        """Count one less."""
+        """Count one connection less."""
         with self._lock:
             self._taken -= 1
 
 
 class Place:
-    """A connection that was let in, until ``release``."""
+    """The place of a connection that was let in, until ``release``."""
 
     __slots__ = ("_admission", "_give_way", "host", "is_held", "is_released")
 
@@ -88,7 +90,7 @@ class Place:
         self.is_held = self.is_released = False
 
     def hold(self) -> None:
-        """Keep the place from now on: it does not give way."""
+        """Keep the place from now on, so that it does not give way."""
         self.is_held = True
 
     def loosen(self) -> None:
@@ -96,13 +98,13 @@ class Place:
         self.is_held = False
 
     def release(self) -> None:
-        """The connection is closed; idempotent."""
+        """Free the place of a closed connection; idempotent."""
         self._admission._release(self)
 
 
 class Admission:
-    """The places of one server; every call is made on its thread. ``unlimited`` are addresses with no limit of their own, as proxies
-    have; this machine is one of them. ``refused`` counts those that were not let in, ``displaced`` those that gave way.
+    """The places of one server; every call is made on its thread. ``unlimited`` are addresses with no limit of their own, such as proxies;
+    this machine is one of them. ``refused`` counts connections that were not let in, ``displaced`` those that gave way.
     """
 
     def __init__(self, limits: Limits | None = None, *, descriptors: Descriptors | None = None, unlimited: Collection[str] = ()) -> None:
@@ -114,7 +116,7 @@ class Admission:
         self.connections = self.refused = self.displaced = 0
 
     def admit(self, address: str, descriptor: int, give_way: Callable[[], None]) -> Place | None:
-        """A place for a connection from an address, or None: close it then. ``give_way`` closes the connection when its place is needed."""
+        """A place for a connection from an address, or None: then close it. ``give_way`` closes the connection when its place is needed."""
         host = _host(address)
         if not self._descriptors.leaves_room(descriptor) or not self._make_room(host):
             self.refused += 1
@@ -129,7 +131,7 @@ class Admission:
         return len(self._places.get(_host(address), ()))
 
     def _make_room(self, host: str) -> bool:
-        """Take a descriptor for one more connection, after another one has given way if that is needed."""
+        """Take a descriptor for one more connection, after another connection has given way if necessary; returns whether there is one."""
         has_own_limit = host not in self._unlimited and not _is_loopback(host)
         if has_own_limit and len(self._places.get(host, ())) >= self.limits.per_address and not self._displace([host]):
             return False
@@ -140,7 +142,7 @@ class Admission:
         return self._descriptors.take() or (self._displace(self._places) and self._descriptors.take())
 
     def _displace(self, hosts: Collection[str]) -> bool:
-        """Send away the oldest that nobody holds, of the host that has most of them; whether there was one."""
+        """Send away the oldest place that is not held, of the host that has most of them; returns whether there was one."""
         idle = [[place for place in self._places[host] if not place.is_held] for host in hosts]
         most = max(idle, key=len, default=[])
         if not most:
@@ -182,7 +184,7 @@ os.register_at_fork(after_in_child=_begin_anew)
 
 
 def _host(address: str) -> str:
-    """The key of an address: an IPv4 address however it is written, 64 bits of IPv6; anything else as it is."""
+    """The key of an address: an IPv4 address in one form, however it is written; 64 bits of IPv6; anything else as it is."""
     try:
         said = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:

@@ -1,7 +1,7 @@
 """Waiting for other threads without a lock that both sides need: a thread that is interrupted while waiting leaves nothing locked.
 
-``threading.Condition`` and ``Event`` are written in Python: Ctrl-C in the middle of their ``wait`` can leave their lock taken, and whoever
-was to wake the waiter then waits for it. Here each waiter has a lock of its own, which it alone takes.
+``threading.Condition`` and ``Event`` are written in Python: Ctrl-C in the middle of their ``wait`` can leave their lock taken, and a thread
+that wants to wake the waiter then waits for that lock. Here each waiter has a lock of its own, which it alone takes.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from datastates.errors import Closed
 __all__ = ["Bell", "Latch"]
 
 _LOOK_S = 0.5
-"""A wait is in pieces of this length: a signal that another thread was given wakes nobody."""
+"""The length of one piece of a wait, in seconds: a signal that was delivered to another thread wakes no waiter."""
 
 
 class Bell:
-    """Tells waiting threads that something changed: make the change, then ``ring``. Any thread, and never held by one."""
+    """Tells waiting threads that something changed: make the change, then ``ring``. Any thread may ring; no thread ever holds it."""
 
     def __init__(self) -> None:
         self._waiters: set[threading.Lock] = set()  # one call adds to it, or takes from it
@@ -37,9 +37,9 @@ class Bell:
             waiter.release()
 
     def wait_for(self, is_so: Callable[[], bool], timeout_s: float | None = None) -> bool:
-        """Wait until ``is_so()``, which is asked after each ring; False when ``timeout_s`` went by before.
+        """Wait until ``is_so()``, which is called after each ring; False if ``timeout_s`` passes first.
 
-        :raises Closed: this is a forked child: whoever would ring is a thread of the parent.
+        :raises Closed: this is a forked child, and the thread that would ring is the parent's.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while not is_so():
@@ -47,7 +47,7 @@ class Bell:
                 raise Closed("this belongs to the parent process, whose threads are not here: open the repository and track again")
             waiter = threading.Lock()
             waiter.acquire()
-            self._waiters.add(waiter)  # before it is asked again: what changes from here on rings for us
+            self._waiters.add(waiter)  # before the condition is checked again: changes from here on ring for this waiter
             try:
                 if is_so():
                     return True
@@ -61,7 +61,7 @@ class Bell:
 
 
 class Latch:
-    """Set once, by one thread, and never again unset."""
+    """A flag that one thread sets once, and that is never unset."""
 
     __slots__ = ("_bell", "_is_set")
 
@@ -78,5 +78,5 @@ class Latch:
         self._bell.ring()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until it is set; False when ``timeout_s`` went by before."""
+        """Wait until it is set; False if ``timeout_s`` passes first."""
         return self._bell.wait_for(self.is_set, timeout_s)

@@ -1,9 +1,9 @@
-"""What a thread is doing that may take long, call by call: one that makes no progress can be seen and named, and tests can be in its way.
+"""What a thread is doing that may take long, call by call: a thread that makes no progress can be seen and named, and tests can hinder it.
 
     with deed("writing state 1f3a…") as one:      whoever is responsible; ``one`` may be looked at from any thread
         at("write", path, size)                   before each call to the system that may take long, wherever it is made
 
-``at`` costs nothing worth speaking of: it is called once for some megabytes.
+``at`` costs almost nothing: it is called once for some megabytes.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from pathlib import Path
 __all__ = ["Deed", "Hindrance", "at", "deed", "deed_of", "hindered"]
 
 Hindrance = Callable[[str, Path, int], None]
-"""Called with what is about to be done, to which file, and with how many bytes: waits, raises or does nothing."""
+"""Called with the next call, its file, and its number of bytes: waits, raises or does nothing."""
 
 _SLOWEST = 20e6
-"""Bytes a second: one call may bring gigabytes from the page cache to the disk, and says nothing meanwhile."""
+"""Bytes a second of a slow disk: one call may bring gigabytes from the page cache to the disk, without a sign of progress."""
 
 _hindrances: list[Hindrance] = []
 _deeds: dict[int, Deed] = {}
@@ -29,7 +29,7 @@ _deeds: dict[int, Deed] = {}
 
 @dataclass(slots=True)
 class Deed:
-    """Something that one thread does. ``call`` and ``path`` are where it is, since ``since`` (of the monotonic clock)."""
+    """One thing that a thread does. ``call`` and ``path`` say where the thread is, since ``since`` (of the monotonic clock)."""
 
     what: str
     call: str = ""
@@ -38,18 +38,18 @@ class Deed:
     since: float = field(default_factory=time.monotonic)
 
     def is_stalled(self, now: float, limit_s: float) -> bool:
-        """Whether nothing has gone on for ``limit_s``, and as long besides as a slow disk takes for what the call is about."""
+        """Whether there was no progress for ``limit_s``, plus the time that a slow disk takes for the call's bytes."""
         return now - self.since >= limit_s + self.size / _SLOWEST
 
     def describe(self, now: float) -> str:
-        """Where it is and for how long."""
+        """Where the thread is, and for how long."""
         where = f"{self.call} of {self.path}" if self.path is not None else self.what
         return f"{where} has made no progress for {now - self.since:.0f} s"
 
 
 @contextmanager
 def deed(what: str) -> Iterator[Deed]:
-    """What this thread does from here to the end of the block."""
+    """Note what this thread does until the end of the block."""
     thread = threading.get_ident()
     before = _deeds.get(thread)
     one = _deeds[thread] = Deed(what)
@@ -63,12 +63,12 @@ def deed(what: str) -> Iterator[Deed]:
 
 
 def deed_of(thread: threading.Thread) -> Deed | None:
-    """What a thread is doing, if that may take long."""
+    """What a thread is doing, if it has said so."""
     return None if thread.ident is None else _deeds.get(thread.ident)
 
 
 def at(call: str, path: Path, size: int = 0) -> None:
-    """This thread is about to make a call that may take long, about so many bytes."""
+    """Note that this thread is about to make a call that may take long, with this many bytes."""
     one = _deeds.get(threading.get_ident())
     if one is not None:
         one.call, one.path, one.size, one.since = call, path, size, time.monotonic()
@@ -78,7 +78,7 @@ def at(call: str, path: Path, size: int = 0) -> None:
 
 @contextmanager
 def hindered(hinder: Hindrance) -> Iterator[None]:
-    """Something is in the way of every such call of this process, until the end of the block: for tests."""
+    """Hinder every such call of this process until the end of the block; for tests."""
     _hindrances.append(hinder)
     try:
         yield

@@ -1,11 +1,11 @@
-"""The one door to accelerators: streams, events, pinned memory and generators of CUDA, ROCm and XPU, as ``torch`` offers them.
+"""The single door to accelerators: streams, events, pinned memory and generators of CUDA, ROCm and XPU, as ``torch`` offers them.
 
-Nothing else in ``datastates`` or ``transport`` touches a device but by operators on tensors. So it is here that a device which nobody
-uses stays untouched, and it is here that tests put a device of their own (``swapped``), on which everything happens late.
+Nothing else in ``datastates`` or ``transport`` touches a device except by operators on tensors. So this module keeps devices that nobody
+uses untouched, and here tests put in a device of their own (``swapped``), on which everything happens late.
 
-A *context* is what a process has on a device that it uses: hundreds of megabytes there. The first call that reaches the device makes it,
-and calls of a fresh thread reach device 0: so whatever is asked for a device is asked with that device selected. While a user records a
-graph on one thread, drivers refuse much on all others: so it is asked with that rule off, too, which concerns no graph of ours.
+A *context* is what a process has on a device that it uses: hundreds of megabytes there. The first call that reaches the device makes one,
+and calls of a fresh thread reach device 0. So every call for a device is made with that device selected. While a user records a graph on
+one thread, drivers refuse many calls on all other threads. So calls are also made with that rule off; it concerns no graph of ours.
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ from . import driver
 __all__ = ["Devices", "Mark", "Memory", "Shared", "Stream", "built_for", "devices", "names", "swapped"]
 
 _ASYNCHRONOUS = frozenset({"cuda", "xpu"})
-"""Kinds of devices (ROCm's call themselves ``cuda``) that have streams and events; any other is read and written as host memory is."""
+"""Kinds of devices (ROCm's call themselves ``cuda``) that have streams and events; others are read and written like host memory."""
 
 _PRIORITY = -1
-"""Of our streams. torch gives out the same 32 streams of a priority again and again, to all of a process: what records graphs has the usual
-one, and what we queue on a stream that is recorded becomes a part of the graph."""
+"""The priority of our streams. torch hands out the same 32 streams of a priority again and again, to all code of a process. Code that
+records graphs uses the usual priority, and work that we queued on a stream being recorded would become a part of its graph.
+"""
 
 _RELAXED = 2
-"""``cudaStreamCaptureModeRelaxed``: what other threads record is no reason to refuse a call of this one."""
+"""``cudaStreamCaptureModeRelaxed``: recordings of other threads do not make a call of this thread fail."""
 
 
 class Mark(Protocol):
@@ -49,28 +50,29 @@ class Stream(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """Whose work."""
+        """The device that does the work."""
 
 
 class Shared(Protocol):
-    """Memory on a device that two processes of this host have."""
+    """Memory on a device that two processes of this host share."""
 
     @property
     def tensor(self) -> torch.Tensor:
-        """All of it: flat, ``uint8``; until ``close``."""
+        """All of the memory: flat, ``uint8``; valid until ``close``."""
 
     @property
     def handle(self) -> bytes:
-        """By what the other process opens it; empty where it was opened."""
+        """The handle with which the other process opens the memory; empty in the process that opened it."""
 
     def close(self) -> None:
-        """Let go of it; idempotent. Nothing that was queued here reads or writes it any more. Whose memory it is closes it last."""
+        """Release the memory; idempotent. Nothing that was queued here may read or write it any more. Its owner closes it last."""
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """A device's memory, in bytes: all of it, what torch has there or could have, and the most that tensors took of it at once, as far as
-    torch remembers. ``failures``: how often its allocator found no memory, or only after it had given back what it keeps."""
+    """A device's memory, in bytes: all of it, what torch has or could have there, and the most that tensors took at once, as far as torch
+    remembers. ``failures``: how often torch's allocator found no memory, or found some only after it had given back what it keeps.
+    """
 
     total: int
     reach: int
@@ -79,14 +81,14 @@ class Memory:
 
 
 class Devices(Protocol):
-    """What we ask of accelerators. Every method is safe from any thread; none waits for a device, but ``Mark.synchronize`` does."""
+    """What we ask of accelerators. Every method is safe from any thread, and none waits for a device, except ``Mark.synchronize``."""
 
     @property
     def kind(self) -> str:
-        """As ``torch.device`` calls them; "" where this torch is built for none."""
+        """The kind as ``torch.device`` names it; "" if this torch is built for none."""
 
     def of(self, tensor: torch.Tensor) -> torch.device:
-        """Where a tensor lies."""
+        """The device on which a tensor lies."""
 
     def is_on(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor lies on an accelerator: what is queued on it happens later, in the order of streams."""
@@ -98,19 +100,19 @@ class Devices(Protocol):
         """A stream that runs beside the others."""
 
     def on(self, stream: Stream) -> AbstractContextManager[None]:
-        """Queue this thread's operators on that stream."""
+        """Queue this thread's operators on that stream until the end of the block."""
 
     def mark(self, stream: Stream) -> Mark:
-        """The point behind what is queued on a stream by now."""
+        """The point behind what is queued on a stream now."""
 
     def wait(self, stream: Stream, mark: Mark) -> None:
-        """Nothing of what is queued on the stream from now on begins before the mark is reached. The host goes on."""
+        """Make everything that is queued on the stream from now on wait for the mark. The host goes on."""
 
     def is_recording(self, device: torch.device) -> bool:
-        """Whether what this thread queues there becomes a graph, to be replayed, and does not happen now."""
+        """Whether work that this thread queues there is recorded into a graph, to be replayed, and does not happen now."""
 
     def memory(self, device: torch.device) -> Memory:
-        """What there is, and how much of it was needed so far."""
+        """The device's memory, and how much of it was needed so far."""
 
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Host memory that copies from and to a device may use while the host goes on."""
@@ -122,7 +124,7 @@ class Devices(Protocol):
         """
 
     def unregister(self, device: torch.device, address: int) -> None:
-        """Undo it.
+        """Undo ``register``.
 
         :raises RuntimeError: the driver refuses; says why.
         """
@@ -137,16 +139,16 @@ class Devices(Protocol):
         """
 
     def open_shared(self, handle: bytes) -> Shared:
-        """What another process shares, if this one uses that device already.
+        """The memory that another process shares, if this process uses that device already.
 
-        :raises RuntimeError: it does not, or the handle is none; says why.
+        :raises RuntimeError: this process does not use the device, or the handle is not one; says why.
         """
 
     def generators(self) -> Mapping[int, torch.Tensor]:
         """The states of the random number generators of the devices that this process uses, by index."""
 
     def set_generators(self, states: Mapping[int, torch.Tensor]) -> int:
-        """Set the generators of those devices that are here; how many are."""
+        """Set the generators of those devices that this machine has; returns how many it has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +166,7 @@ class _Mark:
 
 
 class _Memory:
-    """Memory that the runtime gave, as torch is told of memory of others."""
+    """Memory that the runtime allocated, described to torch as foreign memory."""
 
     def __init__(self, device: torch.device, address: int, length: int, handle: bytes) -> None:
         self.handle, self._device, self._address = handle, device, address
@@ -185,7 +187,7 @@ class _Memory:
 
 
 class _Torch:
-    """Whichever accelerator this torch is built for."""
+    """The accelerator for which this torch is built."""
 
     @property
     def kind(self) -> str:
@@ -209,7 +211,7 @@ class _Torch:
 
     @contextmanager
     def on(self, stream: Stream) -> Iterator[None]:
-        # The module's own context manager goes back to the stream that was current, and by that to its device: it must be this one.
+        # The module's own context manager returns to the stream that was current, and so to its device: that must be this one.
         with _selected(stream.device), torch.get_device_module(stream.device).stream(stream):
             yield
 
@@ -305,7 +307,7 @@ def devices() -> Devices:
 
 @contextmanager
 def swapped(others: Devices) -> Iterator[None]:
-    """Put others in their place; for tests."""
+    """Replace the accelerators of this process until the end of the block; for tests."""
     global _current
     before, _current = _current, others
     try:
@@ -315,7 +317,7 @@ def swapped(others: Devices) -> Iterator[None]:
 
 
 def built_for() -> str | None:
-    """Which accelerators this torch is built for, and the version of their library; None: for none."""
+    """The accelerators for which this torch is built, and the version of their library; None: for none."""
     if torch.version.cuda:
         return f"CUDA {torch.version.cuda}"
     if torch.version.hip:
@@ -324,7 +326,7 @@ def built_for() -> str | None:
 
 
 def names() -> list[str]:
-    """The names of the accelerators that are here."""
+    """The names of the accelerators of this machine."""
     module = _module()
     if module is None or not module.is_available():
         return []
@@ -332,21 +334,21 @@ def names() -> list[str]:
 
 
 def _module() -> Any:
-    """torch's module for the accelerators that it is built for; None: for none that has streams."""
+    """torch's module for the accelerators for which it is built; None: for none that has streams."""
     kind = _accelerator()
     return torch.get_device_module(kind) if kind is not None and kind.type in _ASYNCHRONOUS else None
 
 
 def _accelerator() -> torch.device | None:
-    """What this torch is built for."""
+    """The accelerator for which this torch is built; None: for none."""
     try:
         return torch.accelerator.current_accelerator()
-    except RuntimeError:  # so torch 2.6 says that it is built for none
+    except RuntimeError:  # torch 2.6 says in this way that it is built for none
         return None
 
 
 def _is_used(module: Any, index: int) -> bool:
-    """Whether this process has a context there; asking makes none."""
+    """Whether this process has a context on the device; asking makes none."""
     has_context = getattr(torch._C, "_cuda_hasPrimaryContext", None)
     if has_context is not None and torch.version.cuda:
         return bool(has_context(index))
@@ -355,14 +357,16 @@ def _is_used(module: Any, index: int) -> bool:
 
 @contextmanager
 def _selected(device: torch.device) -> Iterator[None]:
-    """With that device selected, and whatever another thread records; what was selected before is again only if it is in use."""
+    """Select the device, and allow calls while other threads record. Afterwards the earlier device is selected again only if it is in
+    use.
+    """
     with torch.get_device_module(device).device(device.index), _unhindered():  # torch.accelerator.device_index came with torch 2.8
         yield
 
 
 @contextmanager
 def _unhindered() -> Iterator[None]:
-    """Whatever another thread records."""
+    """Allow calls of this thread while other threads record graphs."""
     exchange = _exchange_mode()
     if exchange is None:
         yield
@@ -377,12 +381,12 @@ def _unhindered() -> Iterator[None]:
 
 @functools.cache
 def _exchange_mode() -> Any:
-    """The runtime's call that says what concerns this thread while others record graphs; None where torch did not bring it along."""
+    """The runtime's call that switches whether recordings of other threads concern this one; None if torch came without it."""
     return driver.runtime_call("ThreadExchangeStreamCaptureMode")
 
 
 def _name(device: torch.device) -> bytes:
-    """What a device is called by every process of this host, whichever number it has there."""
+    """The name of a device for every process of this host, whichever number it has there."""
     return str(torch.get_device_module(device).get_device_properties(device).uuid).encode()
 
 

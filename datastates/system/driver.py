@@ -1,10 +1,10 @@
-"""The runtime's calls that torch does not offer, or offers without their errors: memory of the host that is pinned where it is mapped, and
-memory of a device that another process may open. For ``devices`` alone.
+"""The runtime's calls that torch does not offer, or offers without their errors: for host memory that is pinned where it is mapped, and for
+memory of a device that another process may open. Only ``devices`` uses them.
 
-CUDA's and HIP's names differ by their beginning only. A call that fails leaves its error behind on its thread, and whoever launches a
-kernel there next, torch above all, takes it for its own: so it is taken away here, by the same library that was called.
+CUDA's and HIP's names differ only by their beginning. A call that fails leaves its error behind on its thread, and the next launch of a
+kernel there, above all by torch, would take it for its own. So the error is cleared here, by the same library that was called.
 
-torch's own way to share memory (its reductions) takes the name of a file from whoever sends it, which must not be a peer's: so a handle
+torch's own way to share memory (its reductions) takes the name of a file from the sender, which a peer must not choose. So a handle
 here is what the driver gave, 64 bytes, and nothing else.
 """
 
@@ -25,7 +25,7 @@ _LAZY_PEER_ACCESS = 1
 """``cudaIpcMemLazyEnablePeerAccess``, the only value that there is."""
 
 _PORTABLE = 1
-"""``cudaHostRegisterPortable``: pinned for every context of the process, not for that of one device."""
+"""``cudaHostRegisterPortable``: pinned for every context of the process, not only for that of one device."""
 
 _RUNTIMES = ("libcudart", "libamdhip64")
 
@@ -35,7 +35,7 @@ class _Handle(ctypes.Structure):
 
 
 def register(address: int, length: int) -> None:
-    """Pin memory of the host that is mapped already.
+    """Pin host memory that is mapped already.
 
     :raises RuntimeError: the driver refuses; says why.
     """
@@ -43,7 +43,7 @@ def register(address: int, length: int) -> None:
 
 
 def unregister(address: int) -> None:
-    """Undo it, while the memory is still mapped.
+    """Undo ``register``, while the memory is still mapped.
 
     :raises RuntimeError: the driver refuses.
     """
@@ -51,7 +51,7 @@ def unregister(address: int) -> None:
 
 
 def allocate(length: int) -> int:
-    """The address of so much memory of the selected device, of which nobody else has a part.
+    """The address of ``length`` bytes on the selected device, in an allocation that nothing else shares.
 
     :raises RuntimeError: there is none; says why.
     """
@@ -61,7 +61,7 @@ def allocate(length: int) -> int:
 
 
 def free(address: int) -> None:
-    """Give it back; nobody else has it open any more.
+    """Free the memory; no other process has it open any more.
 
     :raises RuntimeError: the driver refuses.
     """
@@ -69,7 +69,7 @@ def free(address: int) -> None:
 
 
 def export(address: int) -> bytes:
-    """By what another process of this host opens it.
+    """The handle with which another process of this host opens the memory.
 
     :raises RuntimeError: the driver refuses.
     """
@@ -81,7 +81,7 @@ def export(address: int) -> bytes:
 def open_handle(raw: bytes) -> tuple[int, int]:
     """The address here of another process's memory on the selected device, and its length, as the driver knows it.
 
-    :raises RuntimeError: it is no handle, or the driver refuses it.
+    :raises RuntimeError: it is not a handle, or the driver refuses it.
     """
     if len(raw) != HANDLE_BYTES:
         raise RuntimeError(f"{len(raw)} bytes are no handle of the driver")
@@ -99,7 +99,7 @@ def open_handle(raw: bytes) -> tuple[int, int]:
 
 
 def close(address: int) -> None:
-    """Let go of what was opened; nothing reads or writes it any more.
+    """Release memory that was opened; nothing reads or writes it any more.
 
     :raises RuntimeError: the driver refuses.
     """
@@ -108,19 +108,21 @@ def close(address: int) -> None:
 
 @functools.cache
 def runtime_call(name: str) -> Any:
-    """A call of the runtime that torch has loaded, by its name without ``cuda`` or ``hip``; None where torch did not bring it along."""
+    """A call of the runtime that torch has loaded, by its name without ``cuda`` or ``hip``; None if torch came without it."""
     found = (getattr(library, prefix + name, None) for library in _libraries() for prefix in ("cuda", "hip"))
     return next((call for call in found if call is not None), None)
 
 
 @functools.cache
 def _libraries() -> tuple[ctypes.CDLL, ...]:
-    """Where the runtime may be: among what every library sees, which is the rule, or loaded for those alone that ask for it."""
+    """The libraries that may have the runtime: those that every library sees, which is usual, or those loaded only for the ones that
+    ask.
+    """
     return (ctypes.CDLL(None), *(ctypes.CDLL(path, mode=os.RTLD_NOLOAD) for path in loaded(_RUNTIMES)))
 
 
 def loaded(names: tuple[str, ...]) -> list[str]:
-    """The paths of the libraries of this process whose file names begin so; a wheel's own have a hash behind that."""
+    """The paths of this process's libraries whose file names begin like this; a wheel's own libraries have a hash behind that."""
     try:
         maps = Path("/proc/self/maps").read_text()
     except OSError:
@@ -130,7 +132,7 @@ def loaded(names: tuple[str, ...]) -> list[str]:
 
 
 def _length(address: int) -> int:
-    """How much memory there is: what a peer says of its own is not believed."""
+    """The length of the memory as the driver knows it; what a peer says of its own is not believed."""
     start, length = ctypes.c_void_p(), ctypes.c_size_t()
     ask = _driver_call()
     if ask is None or ask(ctypes.byref(start), ctypes.byref(length), ctypes.c_void_p(address)) != 0 or start.value != address:
@@ -158,7 +160,7 @@ def _call(name: str, *arguments: object) -> None:
 
 def _check(name: str, error: int) -> None:
     if error:
-        runtime_call("GetLastError")()  # or the next call of anybody would be told of it
+        runtime_call("GetLastError")()  # or the next caller of the runtime would be told of it
         raise RuntimeError(f"the driver refuses {name} (error {error}{_meaning(error)})")
 
 

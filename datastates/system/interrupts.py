@@ -1,11 +1,11 @@
-"""Signals that come at a bad moment wait for a good one: what raises (Ctrl-C, SIGTERM, a time limit) breaks into nothing half done.
+"""Signals that come at a bad moment wait for a good one: an exception (Ctrl-C, SIGTERM, a time limit) leaves nothing half done.
 
-Python runs signal handlers in the main thread, between any two instructions. One that raises between the taking of a lock and the block
-that releases it leaves the lock taken for ever, and every thread that needs it waits for ever. So whatever a training thread must not be
-torn out of runs ``with undisturbed():``. A section is short, or asks ``checkpoint`` while it waits for something. Other threads than the
-main one are never interrupted, so for them all of this does nothing.
+Python runs signal handlers in the main thread, between any two instructions. A handler that raises between the taking of a lock and the
+block that releases it leaves the lock taken for ever, and every thread that needs it waits for ever. So code that a training thread must
+not leave halfway runs ``with undisturbed():``. A section is short, or calls ``checkpoint`` while it waits for something. Only the main
+thread is ever interrupted, so in other threads all of this does nothing.
 
-The handlers are put back when the outermost section ends, and what came meanwhile is then handed to them, once for each signal.
+The handlers are restored when the outermost section ends; signals that came meanwhile are then handed to them, once for each signal.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from typing import Any
 __all__ = ["PATIENCE_S", "Mutex", "checkpoint", "undisturbed"]
 
 PATIENCE_S = 2.0
-"""A signal that comes again so long after it was put off goes through: whoever asks twice can break off what hangs."""
+"""A signal that comes again this many seconds after it was put off goes through: a user who asks twice can break off what hangs."""
 
 _NAMES = "HUP INT QUIT ABRT ALRM TERM USR1 USR2 CHLD CONT TSTP TTIN TTOU XCPU XFSZ VTALRM PROF WINCH IO PWR"
 _SIGNALS = [int(getattr(signal, f"SIG{name}")) for name in _NAMES.split() if hasattr(signal, f"SIG{name}")]
 
 
 class _Section:
-    """Whether the main thread is to be left alone. The order of steps matters: a handler may run after any call that is made outside."""
+    """Whether the main thread must be left alone. The order of steps matters: a handler may run after any call that is made outside."""
 
     def __init__(self) -> None:
         self._main = threading.main_thread().ident
         self._depth = 0
         self._handlers: dict[int, Any] = {}
         self._waiting: dict[int, tuple[float, Any]] = {}
-        self._put_off = self._on_signal  # one object, to know it again
+        self._put_off = self._on_signal  # one object, to recognize it
 
     def __enter__(self) -> None:
         if threading.get_ident() == self._main:
@@ -59,13 +59,13 @@ class _Section:
             self._deliver()
 
     def leave_to_parent(self) -> None:
-        """Start anew in a forked child, whose main thread may have been forked inside such a block, and never leave it."""
+        """Start anew in a forked child, whose main thread may have been forked inside a section, and never leave it."""
         self._main, self._depth = threading.get_ident(), 0
         self._waiting.clear()
         self._give_back()
 
     def _take(self) -> None:
-        """Take over the handlers; until the depth says otherwise they are called at once, so a raise in here changes nothing."""
+        """Take over the handlers. Until the depth is raised they are called at once, so an exception in here changes nothing."""
         for number in _SIGNALS:
             handler = _signal.getsignal(number)
             if handler is not self._put_off and callable(handler):
@@ -84,7 +84,7 @@ class _Section:
             try:
                 handler(number, None)
             finally:
-                self._deliver()  # the others too, whatever this one raises
+                self._deliver()  # the others too, even if this one raises
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         handler = self._handlers[number]
@@ -100,15 +100,15 @@ _section = _Section()
 
 
 def undisturbed() -> _Section:
-    """A ``with`` block of the main thread that no signal handler runs in; such blocks nest.
+    """A ``with`` block of the main thread in which no signal handler runs; such blocks nest.
 
-    Inside a generator with ``contextmanager`` this is the first block: what is yielded to is then left undisturbed too, to the end.
+    Inside a generator with ``contextmanager`` this must be the first block: the code that it yields to is then undisturbed too, to the end.
     """
     return _section
 
 
 def checkpoint() -> None:
-    """Run the handlers that wait, which may raise: to be called inside a section where nothing is half done, however it was come by."""
+    """Run the handlers that wait, which may raise. Call it inside a section where nothing is half done, whichever way it was reached."""
     _section.checkpoint()
 
 

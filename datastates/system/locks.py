@@ -1,10 +1,10 @@
-"""Locks on files that last exactly as long as the process that took them, and that others can see.
+"""Locks on files that last exactly as long as the process that took them, and that other processes can see.
 
-The lock belongs to one open file description, which nobody else has (``F_OFD_SETLK``): the process may open and close the file as
-often as it likes, as whoever copies the folder does, and keeps its lock. Record locks of older versions are seen, and see these.
-Where a kernel has no such locks ``flock`` takes their place. A forked child would share the description and hold the lock for a
-parent that is dead, as a loader's worker does that outlives its training: it closes its own descriptor first thing. So it is with
-locks that last for a moment, on what ``open_lockable`` opens.
+The lock belongs to one open file description, which nobody else has (``F_OFD_SETLK``). The process may open and close the file as often
+as it likes, as code that copies the folder does, and keeps its lock. These locks and the record locks of older versions see each other.
+If a kernel has no such locks, ``flock`` is used instead. A forked child would share the description and hold the lock for a parent that
+is dead, as a loader's worker that outlives its training would. So a child first closes its own descriptor. The same holds for
+locks that last only a moment, on files that ``open_lockable`` opens.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["Held", "close_lockable", "hold", "is_held", "open_lockable"]
 _SET, _GET = getattr(fcntl, "F_OFD_SETLK", None), getattr(fcntl, "F_OFD_GETLK", None)
 _FLOCK = "hhqqi4x"  # struct flock: type, whence, start, length, pid
 _UNKNOWN_TO_KERNEL = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
-_REFUSED = (errno.EAGAIN, errno.EACCES)  # the two that POSIX has for a lock that somebody holds
+_REFUSED = (errno.EAGAIN, errno.EACCES)  # the two errors that POSIX has for a lock that somebody holds
 _held: weakref.WeakSet[Held] = weakref.WeakSet()
 _lockable: set[int] = set()
 _forking = threading.RLock()
@@ -34,7 +34,7 @@ _forking = threading.RLock()
 
 
 def open_lockable(path: Path, flags: int = os.O_RDONLY) -> int:
-    """A descriptor as of ``open_regular``, to be locked and then closed by ``close_lockable``; a forked child has it closed at once.
+    """A descriptor like that of ``open_regular``, to be locked and then closed by ``close_lockable``; a forked child closes it at once.
 
     :raises OSError: as of ``open_regular``.
     """
@@ -45,16 +45,16 @@ def open_lockable(path: Path, flags: int = os.O_RDONLY) -> int:
 
 
 def close_lockable(fd: int) -> None:
-    """End its lock and close it."""
+    """Release the descriptor's lock and close it."""
     with suppress(OSError):
-        fcntl.flock(fd, fcntl.LOCK_UN)  # by name: a child that was not forked by Python shares it until it executes a program
+        fcntl.flock(fd, fcntl.LOCK_UN)  # explicitly: a child that Python did not fork shares it until it executes a program
     with _forking:
         _lockable.discard(fd)
         os.close(fd)
 
 
 class Held:
-    """A file that this process has locked, as long as it lives or until ``close``. Made by ``hold``."""
+    """A file that this process has locked, as long as the process lives or until ``close``. Made by ``hold``."""
 
     def __init__(self, path: Path, fd: int) -> None:
         self.path, self._fd = path, fd
@@ -62,11 +62,11 @@ class Held:
 
     @property
     def inode(self) -> int:
-        """The number of the file that is locked; a copy of it has another."""
+        """The number of the locked file; a copy of the file has another."""
         return os.fstat(self._fd).st_ino
 
     def write(self, note: str) -> None:
-        """Write a text for processes that read the file, which is empty where that fails.
+        """Write a text for processes that read the file; the file is empty if that fails.
 
         :raises OSError: it cannot be written.
         """
@@ -78,13 +78,13 @@ class Held:
             raise
 
     def touch(self) -> None:
-        """Change the file's time to now: others see that the holder is at work, not only that it lives."""
-        with suppress(OSError):  # it may be on a disk that is full, or just gone: the lock is what counts
+        """Set the file's time to now, which shows others that the holder is at work, not only that it lives."""
+        with suppress(OSError):  # the file may be on a full disk, or just gone: the lock is what counts
             if self._fd >= 0:
                 os.utime(self._fd)
 
     def close(self) -> None:
-        """Let go, and take the file away; idempotent. In a forked child: nothing."""
+        """Release the lock and remove the file; idempotent. Does nothing in a forked child."""
         fd, self._fd = self._fd, -1
         _held.discard(self)
         if fd >= 0:
@@ -93,14 +93,14 @@ class Held:
             close_lockable(fd)
 
     def _forget(self) -> None:
-        """Forget the lock in a forked child, which has closed it: it is the parent's alone."""
+        """Forget the lock in a forked child, which has closed it: only the parent owns it."""
         self._fd = -1
 
 
 def hold(path: Path) -> Held | None:
-    """Make the file and lock it; None when somebody, in this process or another, holds it.
+    """Make the file and lock it; None if somebody, in this process or another, holds it.
 
-    Everybody may read the file: a process that cannot read it could not see that it is locked.
+    Everybody may read the file: a process that could not read it could not see that it is locked.
 
     :raises OSError: it cannot be made, or its file system has no locks.
     """
@@ -117,13 +117,13 @@ def hold(path: Path) -> Held | None:
         except BaseException:
             close_lockable(fd)
             raise
-        close_lockable(fd)  # its last holder took the file away between our open and our lock
+        close_lockable(fd)  # its last holder removed the file between our open and our lock
 
 
 def is_held(path: Path) -> bool:
-    """Whether a live process holds the file, this one included. Needs no right to write, and takes no lock that others could see.
+    """Whether a live process holds the file, this one included. Needs no permission to write, and takes no lock that others could see.
 
-    :raises FileNotFoundError: it is not there.
+    :raises FileNotFoundError: there is no such file.
     :raises OSError: it cannot be read, or the file system cannot say.
     """
     fd = open_regular(path)
@@ -152,7 +152,7 @@ def _lock(fd: int) -> bool:
 
 
 def _is_locked(fd: int) -> bool:
-    """Ask for both kinds of lock, because the holder of the file may run on another kernel."""
+    """Check both kinds of lock, because the holder of the file may run on another kernel."""
     if _GET is not None:
         try:
             answer = fcntl.fcntl(fd, _GET, struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
@@ -163,7 +163,7 @@ def _is_locked(fd: int) -> bool:
             if struct.unpack(_FLOCK, answer)[0] != fcntl.F_UNLCK:
                 return True
     try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: those who ask at once do not take each other for the holder
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: two checks at once do not take each other for the holder
     except BlockingIOError:
         return True
     return False
@@ -177,7 +177,7 @@ def _is_at(fd: int, path: Path) -> bool:
 
 
 def _let_go() -> None:
-    """In a forked child."""
+    """Close the locked descriptors in a forked child."""
     for each in list(_held):
         each._forget()
     for fd in _lockable:

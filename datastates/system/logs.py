@@ -1,8 +1,8 @@
-"""What happens, for machines: each event that is worth a counter or an alarm has a name that stays, and fields.
+"""Events for machines: each event that is worth a counter or an alarm has a stable name, and fields.
 
     _logger.warning("the lineage does not answer: …", extra=event("lineage.away", reason=why))
 
-They are plain attributes of the record, as ``extra`` makes them, so any formatter of JSON finds them.
+The fields are plain attributes of the record, as ``extra`` makes them, so any JSON formatter finds them.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ _PLAIN = frozenset({*vars(logging.makeLogRecord({})), "message", "asctime"})
 
 
 def event(name: str, /, **fields: object) -> dict[str, object]:
-    """``extra`` of a call of a logger: the event's name, which stays, and what it is about; ``docs/guide/observing.md`` lists them."""
+    """The ``extra`` of a call of a logger: the event's stable name and its fields; ``docs/guide/observing.md`` lists them."""
     return {"event": name, **fields}
 
 
 class JsonLines(logging.Formatter):
-    """A formatter of the standard library's logging: a JSON object a line, with ``time`` (UTC), ``level``, ``logger`` and ``message``.
+    """A formatter for the standard library's logging: one JSON object a line, with ``time`` (UTC), ``level``, ``logger`` and ``message``.
 
-    Events have ``event`` and their fields besides, and whatever else ``extra`` was given; an exception is a text. For any handler::
+    Events also have ``event``, their fields, and anything else given as ``extra``; an exception is a text. For any handler::
 
         import logging
 
@@ -51,5 +51,5 @@ class JsonLines(logging.Formatter):
 
 
 def _sound(value: object) -> object:
-    """A number that JSON has none for, such as the loss that a training diverged with, as a text."""
+    """A value that JSON can hold: a number that it cannot, such as the loss of a training that diverged, becomes a text."""
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value

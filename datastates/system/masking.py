@@ -1,9 +1,9 @@
-"""Secrets in what is recorded, served, logged and said: one place decides what is one, and shows ``***`` for it.
+"""Secrets in what is recorded, served, logged and said: this module alone decides what is a secret, and shows ``***`` for it.
 
 - By name: ``--token X``, ``--db-password=X``, ``WANDB_API_KEY=X``, ``auth.secret: X``, keys of a configuration. The name ends in a
-  word that says so (``token``, ``password``, ``secret``, ``api_key``, …); ``max_tokens``, ``pad_token`` and ``token_file`` are none.
-- In a URL, wherever it stands: the password before the host, and parameters by name (``?sslpassword=…``, ``&X-Amz-Signature=…``).
-- By shape: what known services give out (``hf_…``, ``ghp_…``, ``sk-…``, ``AKIA…``, JSON web tokens), and what follows ``Bearer``.
+  word that says so (``token``, ``password``, ``secret``, ``api_key``, …); ``max_tokens``, ``pad_token`` and ``token_file`` are not secrets.
+- In a URL, wherever it is: the password before the host, and parameters by name (``?sslpassword=…``, ``&X-Amz-Signature=…``).
+- By shape: tokens of known services (``hf_…``, ``ghp_…``, ``sk-…``, ``AKIA…``, JSON web tokens), and what follows ``Bearer``.
 
 What is masked is not kept anywhere. Masking what is masked changes nothing.
 """
@@ -73,7 +73,7 @@ _OF_MODELS = frozenset(
         "prompt",
     )
 )
-_PARAMETERS = frozenset(("key", "sig", "signature", "credential", "code"))  # beside those above, in a URL
+_PARAMETERS = frozenset(("key", "sig", "signature", "credential", "code"))  # besides those above, in a URL
 
 _PART = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+")
 _USERINFO = re.compile(r"(?<![\w+.-])([A-Za-z][\w+.-]*://)([^\s/?#'\"@:]*):([^\s/?#'\"]*)@")
@@ -90,7 +90,7 @@ _BEARER = re.compile(r"(?i)\b(bearer|basic)(\s+)([\w~+/.=-]{8,})")
 
 @lru_cache(maxsize=4096)
 def is_secret(name: str) -> bool:
-    """Whether what has this name is a secret."""
+    """Whether a value with this name is a secret."""
     words = [word.lower() for word in _PART.findall(name)]
     if not words:
         return False
@@ -105,7 +105,7 @@ def is_secret(name: str) -> bool:
 
 
 def text(said: str) -> str:
-    """A text with the secrets in URLs, and what looks like one, masked."""
+    """The text with the secrets in URLs, and anything that looks like a secret, masked."""
     said = _USERINFO.sub(rf"\1\2:{MASK}@", said) if "://" in said else said
     said = _PARAMETER.sub(_parameter, said) if "?" in said else said
     said = _BEARER.sub(rf"\1\2{MASK}", said)
@@ -113,7 +113,7 @@ def text(said: str) -> str:
 
 
 def arguments(argv: Iterable[str]) -> tuple[str, ...]:
-    """A command line: of ``--token X`` the word that follows is masked, of ``NAME=X``, ``name: X`` and ``{"name": "X"}`` what is named."""
+    """The command line with secrets masked: the word after ``--token``, and the value in ``NAME=X``, ``name: X`` and ``{"name": "X"}``."""
     found: list[str] = []
     is_next = False
     for word in argv:
@@ -127,7 +127,7 @@ def named(values: Mapping[str, _Plain]) -> dict[str, _Plain]: ...
 @overload
 def named(values: Mapping[str, _Value]) -> dict[str, _Value | str]: ...
 def named(values: Mapping[str, _Value]) -> dict[str, _Value | str]:
-    """A configuration: texts and numbers whose key says that they are secret, and secrets in other texts."""
+    """The configuration with secrets masked: texts and numbers whose key says that they are secret, and secrets in other texts."""
     return {key: _value(key, value) for key, value in values.items()}
 
 
@@ -139,7 +139,7 @@ def _value(key: str, value: _Value) -> _Value | str:
 
 
 def _without_assigned(word: str) -> str:
-    """``NAME=X``, ``name: X`` and ``"name": "X"``, however deep they stand in each other."""
+    """The word with the values in ``NAME=X``, ``name: X`` and ``"name": "X"`` masked, however deep they are nested."""
     kept, at = [], 0
     for match in _ASSIGNED.finditer(word):
         value = _ASSIGNED_VALUE.match(word, match.end()) if match.start() >= at and is_secret(match[2]) else None

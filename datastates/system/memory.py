@@ -11,7 +11,7 @@ __all__ = ["available_memory_bytes", "memory_left"]
 
 @dataclass(frozen=True, slots=True)
 class _Files:
-    """What a version calls its files; ``cache`` is the line of the statistics that says what the kernel would let go first."""
+    """The names of a version's files; ``cache`` is the line of the statistics that says what the kernel would drop first."""
 
     limit: str
     used: str
@@ -21,11 +21,11 @@ class _Files:
 _V1 = _Files("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 _V2 = _Files("memory.max", "memory.current", "inactive_file")
 _NO_LIMIT = 1 << 60
-"""Version 1 has no word for none and says a number as large as it can."""
+"""Version 1 has no word for no limit, and gives a number as large as it can."""
 
 
 def available_memory_bytes(root: Path = Path("/")) -> int:
-    """The memory that this process may still take: the machine's available memory, or less if a control group, or one above it, leaves
+    """The memory that this process may still take: the machine's available memory, or less if its control group, or one above that, leaves
     less.
     """
     meminfo = (root / "proc/meminfo").read_text().split()
@@ -34,9 +34,9 @@ def available_memory_bytes(root: Path = Path("/")) -> int:
 
 
 def memory_left(root: Path = Path("/")) -> Iterator[int]:
-    """The bytes that each group with a limit leaves: this process's own and all above it, as far as they can be seen.
+    """The bytes that each group with a limit leaves: this process's own group and all above it, as far as they are visible.
 
-    File cache that the kernel would let go is not counted as taken. ``root`` is where ``proc`` and the mounts are looked for.
+    File cache that the kernel would drop does not count as taken. ``root`` is where ``proc`` and the mounts are looked for.
     """
     groups = _groups_of_process(_lines(root / "proc/self/cgroup"))
     for line in _lines(root / "proc/self/mountinfo"):
@@ -51,7 +51,7 @@ def memory_left(root: Path = Path("/")) -> Iterator[int]:
 
 @dataclass(frozen=True, slots=True)
 class _Mount:
-    """A hierarchy, from its group ``top`` on, seen at ``point``; ``controller`` is ``memory`` in version 1 and empty in version 2."""
+    """A hierarchy, from its group ``top`` on, mounted at ``point``; ``controller`` is ``memory`` in version 1 and empty in version 2."""
 
     controller: str
     top: str
@@ -59,7 +59,7 @@ class _Mount:
 
 
 def _groups_of_process(lines: list[str]) -> dict[str, str]:
-    """The path of this process's group by controller: ``memory`` of version 1, the empty text of version 2."""
+    """The path of this process's group by controller: ``memory`` for version 1, the empty text for version 2."""
     groups = {}
     for line in lines:
         number, controllers, path = (*line.split(":", 2), "", "")[:3]
@@ -71,7 +71,7 @@ def _groups_of_process(lines: list[str]) -> dict[str, str]:
 
 
 def _mount(line: str) -> _Mount | None:
-    """What a line of ``mountinfo`` says, if it is about a hierarchy that may limit memory."""
+    """The mount in a line of ``mountinfo``, if the line is about a hierarchy that may limit memory."""
     before, _, after = line.partition(" - ")
     fields, (kind, *rest) = before.split(), (after.split() or [""])
     if len(fields) < 5 or kind not in ("cgroup", "cgroup2"):
@@ -82,7 +82,7 @@ def _mount(line: str) -> _Mount | None:
 
 
 def _upwards(root: Path, mount: _Mount, group: str) -> Iterator[Path]:
-    """The folders of a group and of those above it. A container may see its own group as the top of what is mounted."""
+    """The folders of a group and of those above it. A container may see its own group as the top of the mount."""
     point = root / mount.point.lstrip("/")
     path = PurePosixPath(group)
     try:
@@ -108,7 +108,7 @@ def _left(folder: Path, files: _Files) -> int | None:
 
 def _number(path: Path) -> int | None:
     text = "".join(_lines(path)[:1])
-    return int(text) if text.isdecimal() else None  # "max" is none
+    return int(text) if text.isdecimal() else None  # "max" is no limit
 
 
 def _lines(path: Path) -> list[str]:

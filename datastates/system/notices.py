@@ -1,4 +1,4 @@
-"""Notices for a person at a terminal although nothing is wrong, such as that a training goes on from an earlier state."""
+"""Notices for a person at a terminal when nothing is wrong, for example that a training goes on from an earlier state."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _logger = logging.getLogger(__name__)
 
 
 def say(text: str, extra: Mapping[str, object] | None = None) -> None:
-    """One line: a record of level INFO, and where nobody set logging up, on standard error.
+    """Log one line at level INFO and, if logging is not set up, write it to standard error.
 
     ``logging.getLogger("datastates").setLevel(logging.WARNING)`` turns it off.
     """
@@ -23,7 +23,7 @@ def say(text: str, extra: Mapping[str, object] | None = None) -> None:
 
 
 def _is_turned_down() -> bool:
-    """Whether somebody raised the level of this logger or of the package's; the root's, which is raised from the start, does not count."""
+    """Whether the level of this logger or of the package's was raised; the root's, which is raised from the start, does not count."""
     logger = _logger
     while logger.level == logging.NOTSET and logger.parent is not None and logger.parent is not logging.root:
         logger = logger.parent

@@ -9,25 +9,27 @@ import sys
 __all__ = ["LOWEST", "disk_priority", "yield_disk"]
 
 _NUMBERS = {"x86_64": (251, 252), "aarch64": (30, 31)}
-"""The numbers of ``ioprio_set`` and ``ioprio_get``, which the C library has no names for."""
+"""The numbers of ``ioprio_set`` and ``ioprio_get``, for which the C library has no names."""
 
 _THREAD = 1
 
 LOWEST = (2 << 13) | 7
-"""The last of those that share the disk by turns. Not the class *idle*, which gets nothing at all while others are at it: what a checkpoint
-waits for must come to an end."""
+"""The last priority of those that share the disk by turns. Not the class *idle*, which gets nothing at all while others use the disk:
+writes that a checkpoint waits for must come to an end.
+"""
 
 
 def yield_disk() -> bool:
-    """Have the disk serve other threads and processes before this thread, where its scheduler knows of priorities; whether that was taken.
+    """Let the disk serve other threads and processes before this thread, if its scheduler knows priorities; returns whether that was
+    accepted.
 
-    The processor's priority stays: a thread that holds the interpreter's lock and waits for its turn holds up the training with it.
+    The processor's priority stays: a thread that holds the interpreter's lock and waits for its turn would hold up the training.
     """
     return _call(0, _THREAD, 0, LOWEST) == 0
 
 
 def disk_priority(thread: int = 0) -> int | None:
-    """The priority of a thread by its native id, 0 for this one, as the kernel counts; None where it does not say."""
+    """The priority of a thread by its native id (0: this one), in the kernel's numbers; None if the kernel does not say."""
     found = _call(1, _THREAD, thread)
     return None if found < 0 else found
 

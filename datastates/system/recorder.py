@@ -1,10 +1,10 @@
-"""What this process does with its states, counted and timed; what a span of it says is kept where a trace was asked for.
+"""Counts and times of what this process does with its states; its spans are kept if a trace was asked for.
 
     recorder.span("digest", began, ended, uid, step)     something took from here to there, on the thread that says so
     recorder.count("evicted", 3)
 
-Whoever tells it appends to a queue and goes on: no lock, no clock. What was told is added up on the engine thread after each round, and
-whenever somebody asks.
+A caller appends to a queue and goes on: no lock, no clock. The entries are added up on the engine thread after each round, and
+whenever a caller asks.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["BOUNDS_S", "COUNTERS", "Activity", "Counter", "Recorder", "Timing"]
 _logger = logging.getLogger(__name__)
 
 BOUNDS_S = (0.0001, 0.001, 0.01, 0.1, 1.0, 10.0)
-"""The histogram of a stage counts what took at most so long; its last place what took longer than all of them."""
+"""The upper bounds of the histogram of a stage, in seconds; its last place counts runs that took longer than all of them."""
 
 Counted = Literal[
     "skipped",
@@ -45,7 +45,7 @@ Counted = Literal[
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """One stage: how often it ran, how long in all, the shortest and the longest time, and how many took as long as ``BOUNDS_S`` say."""
+    """One stage: how often it ran, the total, shortest and longest time, and how many runs took as long as ``BOUNDS_S`` say."""
 
     stage: str
     count: int = 0
@@ -55,7 +55,7 @@ class Timing:
     histogram: tuple[int, ...] = (0,) * (len(BOUNDS_S) + 1)
 
     def plus(self, took_s: float) -> Timing:
-        """With one more run."""
+        """The timing with one more run."""
         place = bisect_left(BOUNDS_S, took_s)
         histogram = (*self.histogram[:place], self.histogram[place] + 1, *self.histogram[place + 1 :])
         least, most = min(self.least_s, took_s), max(self.most_s, took_s)
@@ -63,19 +63,19 @@ class Timing:
 
     @property
     def mean_s(self) -> float:
-        """How long it takes on average; 0 where it never ran."""
+        """The average time of a run; 0 if the stage never ran."""
         return self.total_s / self.count if self.count else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Activity:
-    """What one process did with the states of one repository, since it opened it.
+    """What one process did with the states of one repository, since it opened the repository.
 
-    ``captures`` were taken and ``skipped`` were not, for want of room; ``failed`` came to nothing afterwards, ``recorded`` are in the
-    lineage, ``written`` are on disk; of ``snapshots`` a copy stayed on the device. ``bytes_copied`` of tensors were copied into memory,
-    where ``bytes_new`` of them were new, and ``bytes_written`` went to disk; ``chunks_shared`` of what was written were there already.
-    ``retries`` are writes that failed and are tried again, ``evicted`` states that left memory to make room. ``timings`` are in the order
-    in which stages first ran.
+    ``captures`` were taken, and ``skipped`` were not, for lack of room. ``failed`` were lost afterwards, ``recorded`` are in the lineage,
+    ``written`` are on disk; ``snapshots`` left a copy on the device. ``bytes_copied`` of tensors were copied into memory, where
+    ``bytes_new`` of them were new, and ``bytes_written`` went to disk; ``chunks_shared`` of what was written were there already.
+    ``retries`` are writes that failed and are tried again, ``evicted`` are states that left memory to make room. ``timings`` are in the
+    order in which stages first ran.
     """
 
     captures: int = 0
@@ -93,12 +93,12 @@ class Activity:
     timings: tuple[Timing, ...] = ()
 
     def timing(self, stage: str) -> Timing:
-        """That of a stage, also of one that never ran."""
+        """The timing of a stage, even of one that never ran."""
         return next((timing for timing in self.timings if timing.stage == stage), Timing(stage))
 
 
 class Counter(NamedTuple):
-    """How others are told of one number of an ``Activity``: by this name, in this unit, with these words."""
+    """How one number of an ``Activity`` is exported: its name, unit and description."""
 
     field: str
     name: str
@@ -106,7 +106,7 @@ class Counter(NamedTuple):
     said: str
 
     def of(self, activity: Activity) -> int:
-        """The number."""
+        """The number in an activity."""
         return int(getattr(activity, self.field))
 
 
@@ -132,7 +132,7 @@ class _Count(NamedTuple):
 
 
 class Recorder:
-    """Belongs to the engine of a repository. Any thread; ``span`` and ``count`` never wait.
+    """Belongs to the engine of a repository. Safe from any thread; ``span`` and ``count`` never wait.
 
     With ``trace`` the newest spans are kept, and ``write`` writes them there: Chrome's JSON, which Perfetto opens.
     """
@@ -147,16 +147,16 @@ class Recorder:
         self._lock = Mutex()
 
     def span(self, name: str, began: float, ended: float, uid: str = "", step: int | None = None) -> None:
-        """This thread did something from ``began`` to ``ended``, of the monotonic clock."""
+        """Note that this thread did something from ``began`` to ``ended``, of the monotonic clock."""
         thread = threading.current_thread()
         self._told.append(Span(name, thread.ident or 0, thread.name, began, ended, uid, step))
 
     def count(self, name: Counted, by: int = 1) -> None:
-        """Something happened, or happened to so many."""
+        """Count an event, or several."""
         self._told.append(_Count(name, by))
 
     def add_up(self) -> None:
-        """Take in what was told so far."""
+        """Add up the queued entries."""
         with self._lock:
             while self._told:
                 told = self._told.popleft()
@@ -166,13 +166,13 @@ class Recorder:
                     self._add(told)
 
     def activity(self) -> Activity:
-        """All of it so far."""
+        """The activity so far."""
         self.add_up()
         with self._lock:
             return Activity(timings=tuple(self._timings.values()), **self._counts)
 
     def write(self) -> None:
-        """Write the trace, if one was asked for, in place of what was written before; that it cannot be is logged."""
+        """Write the trace, if one was asked for, in place of the earlier one; a failure is logged."""
         if self._trace is None:
             return
         self.add_up()

@@ -1,7 +1,7 @@
-"""Files in folders where others may have put what they liked: only a regular one is opened, and never what a link leads to.
+"""Files in folders where others may have put anything: only a regular file is opened, and links are never followed.
 
-A FIFO would make its opener wait for ever, a link would have us read or write somewhere else, and a name that a file elsewhere has
-too would have us empty that.
+A FIFO would make its opener wait for ever, a link would have us read or write somewhere else, and a name that is also a name of a file
+elsewhere (a hard link) would have us empty that file.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _READ_BYTES = 16 << 20
 def open_regular(path: str | Path, flags: int = os.O_RDONLY, mode: int = FILE_MODE) -> int:
     """A descriptor of a regular file, which the caller closes.
 
-    :raises OSError: as ``os.open``; also where it is anything else than a file, or is to be written and has a second name.
+    :raises OSError: as ``os.open``; also if it is not a regular file, or is opened for writing and has a second name.
     """
     fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, mode)
     error = _objection(os.fstat(fd), path, flags)
@@ -42,7 +42,7 @@ def _objection(status: os.stat_result, path: str | Path, flags: int) -> OSError 
 
 
 def make_regular(path: Path) -> int:
-    """A descriptor of a new file, for writing, in the place of whatever had its name."""
+    """A descriptor of a new file, for writing, in place of anything that had its name."""
     path.unlink(missing_ok=True)
     return open_regular(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
 
@@ -65,7 +65,7 @@ def read_regular(path: str | Path, *, most: int) -> bytes:
 
 
 def read_at(fd: int, into: memoryview, offset: int) -> int:
-    """Fill ``into`` from there on; how many bytes there were, fewer only at the end of the file."""
+    """Fill ``into`` from ``offset`` on; returns how many bytes there were, fewer only at the end of the file."""
     done = 0
     while done < into.nbytes and (count := os.preadv(fd, [into[done:]], offset + done)):
         done += count
@@ -73,9 +73,9 @@ def read_at(fd: int, into: memoryview, offset: int) -> int:
 
 
 def write_at(fd: int, data: bytes, offset: int) -> None:
-    """Write all of it from there on: the kernel may take less, where the disk fills, a quota or a limit is reached, or a signal comes.
+    """Write all of ``data`` from ``offset`` on. The kernel may take less if the disk fills, a quota or limit is reached, or a signal comes.
 
-    :raises OSError: the rest cannot be written; what came before it is there.
+    :raises OSError: the rest cannot be written; the bytes before it are there.
     """
     view, done = memoryview(data), 0
     while done < view.nbytes:

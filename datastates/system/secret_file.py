@@ -1,4 +1,4 @@
-"""Files that hold tokens: made so that nobody else ever reads them, and refused when everybody could."""
+"""Files that hold tokens: made so that nobody else ever reads them, and refused if everybody could."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _OTHERS = stat.S_IROTH | stat.S_IWOTH
 
 
 def make_token() -> str:
-    """One that cannot be guessed, of characters that every header and shell carries."""
+    """A token that cannot be guessed, of characters that every header and shell carries."""
     return secrets.token_urlsafe(32)
 
 
 def is_sendable(token: str) -> bool:
-    """Whether an HTTP header carries it."""
+    """Whether an HTTP header can carry the token."""
     return token.isascii() and token.isprintable() and " " not in token
 
 
@@ -43,9 +43,9 @@ def read_secret(path: str | os.PathLike[str], what: str) -> bytes:
 
 
 def write_secret(path: Path, line: str) -> None:
-    """Make a file of one line, its owner's alone from the first moment.
+    """Make a file of one line that only its owner can read, from the first moment.
 
-    :raises Conflict: it is there.
+    :raises Conflict: the file exists.
     """
     try:
         _write(path, line, os.O_EXCL)
@@ -54,7 +54,7 @@ def write_secret(path: Path, line: str) -> None:
 
 
 def append_secret(path: Path, line: str) -> None:
-    """Add a line to such a file, which is made when it is missing."""
+    """Add a line to such a file; makes the file if it does not exist."""
     if path.exists():
         read_secret(path, f"the file {os.fspath(path)!r}")
     _write(path, line, os.O_APPEND)

@@ -1,4 +1,4 @@
-"""Logging what strangers and peers cause once a minute at most, and no longer than a screen, so that nobody can fill a disk with it."""
+"""Logging what strangers and peers cause at most once a minute, and no longer than a screen, so that nobody can fill a disk with it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _plain = logging.Formatter()
 
 
 class Seldom(logging.Filter):
-    """A filter of a logger that lets one message in a minute pass for each text without its arguments, and counts the others."""
+    """A filter for a logger that lets through one message a minute for each text (without its arguments), and counts the others."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class Seldom(logging.Filter):
         self._unsaid: dict[str, int] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Whether the message passes; text that a peer chose is cut, and cannot steer a terminal."""
+        """Whether the message passes; text that a peer chose is cut, and cannot control a terminal."""
         kind, now = str(record.msg), self._clock()
         with self._lock:
             said = self._said.get(kind)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 __all__ = ["MOST_SPANS", "Span", "write_trace"]
 
 MOST_SPANS = 100_000
-"""So many are kept, the newest ones: some 30 MB of memory, 15 MB on disk."""
+"""The number of spans that are kept, the newest ones: some 30 MB of memory, 15 MB on disk."""
 
 
 class Span(NamedTuple):
@@ -27,7 +27,7 @@ class Span(NamedTuple):
 
 
 def write_trace(path: Path, spans: Sequence[Span], *, left_out: int = 0) -> None:
-    """Write the file, in place of one that is there. ``{pid}`` in its name is this process's number.
+    """Write the file, in place of an existing one. ``{pid}`` in its name is this process's number.
 
     :raises OSError: it cannot be written.
     """
@@ -47,10 +47,10 @@ def write_trace(path: Path, spans: Sequence[Span], *, left_out: int = 0) -> None
 
 
 def _events(spans: Sequence[Span]) -> Iterator[dict[str, object]]:
-    """The names of process and threads, then the spans: those that hold others before them. Threads of one number follow each other.
+    """The names of process and threads, then the spans, each after the spans that contain it. Threads of one number follow each other.
 
-    Times are whole microseconds: spans of a thread then lie within or beside each other to whoever reads them as floats, and of those that
-    overlap for a nanosecond Perfetto shows one.
+    Times are whole microseconds, so that spans of a thread lie within or beside each other for programs that read the times as floats. Of
+    spans that overlap for a nanosecond Perfetto shows only one.
     """
     pid = os.getpid()
     threads = {thread: number for number, thread in enumerate(dict.fromkeys((span.thread, span.thread_name) for span in spans), 1)}
