@@ -1,1 +1,1 @@
-"""States compared and combined: diffs, merges, and predictions from several states at once."""
+"""States compared and combined: diffs, merges, and predictions from several states."""

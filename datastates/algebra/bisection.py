@@ -1,8 +1,8 @@
 """The first state on a path at which something turned bad, in as few restores as halving allows.
 
-What is known of a state is a verdict: ``good``, ``bad`` or ``skipped``. States whose bytes are gone are not tried. Where the state at which
-it turned cannot be told from those before it that were not tried, the answer is all of them. Verdicts may be kept in a file, so that a
-bisection that was broken off goes on where it was.
+The verdict on a state is ``good``, ``bad`` or ``skipped``. States whose bytes are gone are not tried. If the state at which it turned
+bad cannot be told from untried states before it, the answer is all of them. Verdicts may be kept in a file, so that an interrupted
+bisection continues where it was.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _SIGNS: Mapping[str, Callable[[float, float], bool]] = {
 
 
 class Verdict(StrEnum):
-    """What is known of a state."""
+    """The verdict on a state."""
 
     GOOD = "good"
     BAD = "bad"
@@ -47,13 +47,13 @@ class Verdict(StrEnum):
 
 
 Judge = Callable[[State], Verdict]
-"""Tries a state."""
+"""A function that tries a state and returns a verdict."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bisection:
-    """``good`` is the newest state before the turn that is good, ``bad`` the oldest after it that is bad, and ``candidates`` are the states
-    of which one is the first bad one, oldest first; ``bad`` is the last of them.
+    """The result of a bisection. ``good`` is the newest good state before the turn, ``bad`` the oldest bad one after it. ``candidates`` are
+    the states of which one is the first bad one, oldest first; ``bad`` is the last of them.
 
     ``tried`` are the verdicts of this and of earlier calls, by uid; ``restores`` are the states that this call tried.
     """
@@ -66,7 +66,7 @@ class Bisection:
 
     @property
     def first(self) -> State | None:
-        """The first bad state; None where several may be it."""
+        """The first bad state; None if several may be it."""
         return self.bad if len(self.candidates) == 1 else None
 
 
@@ -88,7 +88,7 @@ def bisect(
 
 
 def judge_of(core: Core, predicate: Callable[[Any], object], only: str | Sequence[str] | None = None) -> Judge:
-    """Restores a state, and asks a function of the user's: True is bad, False good, None skips."""
+    """A judge that restores a state and calls a function of the user's: True is bad, False good, None skips."""
 
     def judge(state: State) -> Verdict:
         try:
@@ -113,11 +113,11 @@ def bisect_by(
     verdicts: Path | None = None,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Bisection:
-    """Halve the path from ``good`` to ``bad``: at most ceil(log2(n)) + 1 of n states are tried, unless some are skipped.
+    """Halve the path from ``good`` to ``bad``: of n states at most ceil(log2(n)) + 1 are tried, unless some are skipped.
 
-    An end that the answer rests upon, and that was not tried, is tried last. ``by`` names the question in the file of verdicts.
+    An end on which the answer rests and that was not tried is tried last. ``by`` names the question in the file of verdicts.
 
-    :raises InvalidInput: the ends are not as they were said to be.
+    :raises InvalidInput: the ends are not what the caller said.
     """
     one, other = core.state(good), core.state(bad)
     with core.reading() as session:
@@ -132,7 +132,7 @@ def bisect_by(
 
 
 class _Search:
-    """A bisection that goes on: places on the path, and what is known of them."""
+    """A bisection in progress: places on the path, and what is known of them."""
 
     def __init__(self, core: Core, path: list[int], testable: list[int], notes: _Notes) -> None:
         self._core, self._path, self._testable, self._notes = core, path, testable, notes
@@ -156,13 +156,13 @@ class _Search:
 
     @property
     def to_go(self) -> int:
-        """At most so many more are tried, if none is skipped."""
+        """The most places that are still to be tried, if none is skipped."""
         return math.ceil(math.log2(len(self._open()) + 1)) + min(len(self._ends()), 2 if len(self._path) == 2 else 1)
 
     def next(self) -> int | None:
-        """The place to be tried next: the middle one, then ends that were not tried; None at the end.
+        """The place to try next: the middle one, then ends that were not tried; None at the end.
 
-        :raises InvalidInput: an end is not what it was said to be.
+        :raises InvalidInput: an end is not what the caller said.
         """
         last = len(self._path) - 1
         for place, wanted, word in ((0, Verdict.GOOD, "good"), (last, Verdict.BAD, "bad")):
@@ -176,13 +176,13 @@ class _Search:
         return ends[0] if ends else None
 
     def _ends(self) -> list[int]:
-        """The ends that the answer would rest upon now, and that were not tried."""
+        """The ends on which the answer would rest now, and that were not tried."""
         return [
             place for place in self._turn if place in (0, len(self._path) - 1) and place not in self._verdicts and place in self._testable
         ]
 
     def tell(self, place: int, verdict: Verdict) -> None:
-        """Note what was found."""
+        """Note the verdict on a place."""
         self._verdicts[place] = verdict
         self.restores += 1
         self._notes.keep(self.state(place).uid, verdict)
@@ -195,7 +195,7 @@ class _Search:
         return self._states[place]
 
     def answer(self) -> Bisection:
-        """What was found in the end."""
+        """The result at the end."""
         good, bad = self._turn
         with self._core.reading() as session:
             found = states(session, self._path[good : bad + 1])
@@ -203,7 +203,7 @@ class _Search:
 
 
 class _File(msgspec.Struct, frozen=True):
-    """What is kept of a bisection."""
+    """The file of a bisection."""
 
     good: str
     bad: str
@@ -212,7 +212,7 @@ class _File(msgspec.Struct, frozen=True):
 
 
 class _Notes:
-    """The verdicts of a bisection by uid, in a file if there is one; each is on disk once ``keep`` returns."""
+    """The verdicts of a bisection by uid, in a file if there is one; a verdict is on disk once ``keep`` returns."""
 
     def __init__(self, path: Path | None, good: str, bad: str, by: str) -> None:
         self._path, self._about = path, (good, bad, by)
@@ -262,7 +262,7 @@ def _path(session: Session, good: State, bad: State) -> list[int]:
 
 
 def _by_metric(core: Core, good: State, bad: State, text: str) -> Bisection:
-    """The first state whose metric is so; nothing is restored, and states without bytes count too."""
+    """The first state whose metric meets the condition; nothing is restored, and states without bytes count too."""
     key, is_bad = _condition(text)
     with core.reading() as session:
         path = _path(session, good, bad)
@@ -285,7 +285,7 @@ def _said(state: State) -> str:
 
 
 def _condition(text: str) -> tuple[str, Callable[[float], bool]]:
-    """The metric that a condition is of, and what it says of a value; NaN is bad unless it is compared by = or !=."""
+    """The metric of a condition, and the condition on its value; NaN is bad unless it is compared by = or !=."""
     match = _CONDITION.fullmatch(text)
     try:
         bound = float(match["bound"]) if match else math.nan

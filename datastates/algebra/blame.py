@@ -1,8 +1,8 @@
 """Which state last changed each tensor of a state, along first parents.
 
-Manifests say most of it: a tensor whose chunks have the same digests in a state and in its parent is the same, and one is another where a
-chunk that it fills alone has another digest. Bytes are read only where a chunk that changed is shared with others, and of the tensor only
-what lies in it.
+Manifests say most of it: a tensor whose chunks have the same digests in a state and in its parent is the same, and a tensor that alone
+fills a chunk with another digest has changed. Bytes are read only where a changed chunk is shared by several tensors, and of a tensor only
+the bytes in that chunk.
 """
 
 from __future__ import annotations
@@ -42,9 +42,10 @@ _PAGE = 256  # states of the path that are looked up at once
 class Blame:
     """A tensor, and the state that last changed a bit of it.
 
-    ``change`` is ``changed``, ``recast`` (its dtype or shape) or ``added``: it was not there before, or the path begins there. Where the
-    bytes of states in between are gone, it was changed at ``earliest`` or later, and at ``state`` or before; otherwise ``earliest`` is
-    None. ``before`` is the uid of the state that it was another in; ``distance`` and ``old_norm`` are those to it, where asked for.
+    ``change`` is ``changed``, ``recast`` (its dtype or shape) or ``added``: the tensor did not exist before, or the path begins there. If
+    the bytes of states in between are gone, it changed at ``earliest`` or later, and at ``state`` or before; otherwise ``earliest`` is
+    None. ``before`` is the uid of the state in which it was different; ``distance`` and ``old_norm`` are relative to that state, if asked
+    for.
     """
 
     path: str
@@ -59,12 +60,12 @@ class Blame:
 
     @property
     def relative(self) -> float | None:
-        """The distance in units of the old norm; None where that is 0, or was not asked for."""
+        """The distance in units of the old norm; None if that is 0, or was not asked for."""
         return self.distance / self.old_norm if self.distance is not None and self.old_norm else None
 
     @property
     def is_merged(self) -> bool:
-        """Whether the state has further parents, from one of which the tensor may be."""
+        """Whether the state has further parents, from one of which the tensor may come."""
         return bool(self.state.edges)
 
 
@@ -115,7 +116,7 @@ def blame(
 
 
 def to_plain(found: Blame) -> dict[str, object]:
-    """What ``--json`` says of a tensor: states by their uids and steps."""
+    """The JSON of ``--json`` for a tensor: states by their uids and steps."""
     plain: dict[str, object] = msgspec.to_builtins(replace(found, state=None, earliest=None), enc_hook=str)  # type: ignore[arg-type]
     for name, state in (("state", found.state), ("earliest", found.earliest)):
         plain[name] = None if state is None else state.uid
@@ -137,7 +138,7 @@ def _told(older: _Opened, newer: _Opened, path: str, change: Change, gap: State 
 
 @dataclass(slots=True)
 class _Opened:
-    """A state whose payload is open, and its tensors by path; those of a state of the same layout are taken over."""
+    """A state whose payload is open, and its tensors by path; those of a state of the same layout are reused."""
 
     state: State
     reader: Reader
@@ -156,12 +157,12 @@ class _Opened:
         return self.reader.manifest
 
     def in_order(self, paths: Mapping[str, None]) -> list[str]:
-        """As the bytes lie: tensors that share a chunk follow each other."""
+        """The paths in the order of the bytes, so that tensors that share a chunk follow each other."""
         return sorted(paths, key=lambda path: self.specs[path].shards[0].start if self.specs[path].shards else 0)
 
 
 def _open(core: Core, state: State, like: _Opened) -> _Opened | None:
-    """A state; None where its bytes are gone, or are not here."""
+    """The opened state; None if its bytes are gone, or are not here."""
     if not state.status.is_restorable:
         return None
     try:
@@ -171,7 +172,7 @@ def _open(core: Core, state: State, like: _Opened) -> _Opened | None:
 
 
 def _line(core: Core, head: State) -> Iterator[State]:
-    """The state and its first parents; each page is read by a transaction of its own."""
+    """The state and its first parents; each page is read in a transaction of its own."""
     following: str | None = head.uid
     while following is not None:
         with core.database.read() as session:
@@ -185,7 +186,7 @@ def _line(core: Core, head: State) -> Iterator[State]:
 
 
 def _change(older: _Opened, newer: _Opened, path: str) -> Change | None:
-    """How a tensor of ``newer`` differs from that of ``older``; None if it does not."""
+    """How a tensor of ``newer`` differs from that of ``older``; None if it does not differ."""
     old, new = older.specs.get(path), newer.specs[path]
     if old is None:
         return Change.ADDED
@@ -204,7 +205,7 @@ def _lies_alike(here: Shard, there: Shard) -> bool:
 
 
 def _is_same(before: Reader, here: Shard, after: Reader, there: Shard) -> bool:
-    """Whether two shards that lie in their chunks alike hold the same bytes; those of chunks that others share are read."""
+    """Whether two shards that lie alike in their chunks hold the same bytes; chunks that others share are read."""
     lefts, rights = before.manifest.content.chunks, after.manifest.content.chunks
     shift = here.start // CHUNK_BYTES - there.start // CHUNK_BYTES
     shared: list[tuple[int, int]] = []
@@ -226,6 +227,6 @@ def _are_equal(before: Reader, start: int, after: Reader, begin: int, length: in
 
 
 def _bits(reader: Reader, spec: TensorSpec) -> torch.Tensor:
-    """The bytes of the elements in the order of the indices."""
+    """The bytes of the elements, in the order of the indices."""
     flat = rebuild(read_flat(reader, spec), spec).detach().resolve_conj().reshape(-1)
     return flat.view(torch.uint8) if flat.numel() else torch.empty(0, dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""Parents of a merge, opened side by side, and what a recipe makes of them, one tensor at a time."""
+"""The parents of a merge, opened side by side, and the tensors that a recipe makes of them, one at a time."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _OPAQUE = frozenset("ax")
 
 
 class _Parent:
-    """An open state and where its tensors are."""
+    """An open state and the places of its tensors."""
 
     def __init__(self, state: State, reader: Reader) -> None:
         self.state, self.reader = state, reader
@@ -43,12 +43,12 @@ class _Parent:
         self.index = {spec.path: index for index, spec in enumerate(self.specs)}
 
     def stored(self, path: str) -> int:
-        """The tensor whose bytes are those of ``path``."""
+        """The index of the tensor whose bytes are those of ``path``."""
         alias = self.specs[self.index[path]].alias
         return self.index[path] if alias is None else alias
 
     def flat(self, path: str, like: TensorSpec) -> torch.Tensor:
-        """The tensor's bytes in the memory order of ``like``; only to be read."""
+        """The tensor's bytes in the memory order of ``like``; read-only."""
         spec = self.specs[self.stored(path)]
         flat = read_flat(self.reader, spec)
         if spec.strides == like.strides:
@@ -59,7 +59,8 @@ class _Parent:
 
 
 class Blend:
-    """A context manager. ``carved`` is what the result is to be but for its chunks; the first parent says what is not combined.
+    """The parents and their result; a context manager. ``carved`` is the result without its chunks. Parts that are not combined come from
+    the first parent.
 
     :raises InvalidInput: the parents do not fit together; lists names, shapes and dtypes.
     :raises Unavailable: the bytes of a parent are gone; names the nearest ancestor that has them.
@@ -82,7 +83,9 @@ class Blend:
             raise
 
     def tensors(self) -> Iterator[tuple[TensorSpec, torch.Tensor]]:
-        """Each tensor that is stored, in the order of its bytes, as flat ``uint8``: only to be read, before the next one is asked for."""
+        """Each tensor that is stored, in the order of its bytes, as flat ``uint8``: read-only, and valid until the next one is asked
+        for.
+        """
         stored = [
             (min((shard.start for shard in spec.shards), default=0), index)
             for index, spec in enumerate(self.carved.specs)
@@ -92,7 +95,7 @@ class Blend:
             yield self.carved.specs[index], self._flat(index)
 
     def tree(self) -> Any:
-        """The whole result as nested containers; the tensors are the caller's."""
+        """The whole result as nested containers; the caller owns the tensors."""
         made = {spec.path: rebuild(flat.clone(), spec) for spec, flat in self.tensors()}
         specs = self.carved.specs
         tensors = [made[spec.path if spec.alias is None else specs[spec.alias].path] for spec in specs]
@@ -119,7 +122,7 @@ class Blend:
                 raise Corrupt(f"{spec.path} of state {state.uid} is not what its parents make by method {self.recipe.method}")
 
     def close(self) -> None:
-        """Let go of the parents; idempotent."""
+        """Release the parents; idempotent."""
         self._stack.close()
 
     def __enter__(self) -> Self:
@@ -145,7 +148,7 @@ class Blend:
     # What is combined, and whether it can be
 
     def _choose(self, selection: Selection) -> frozenset[int]:
-        """The tensors with bytes of their own that are combined: floating-point ones that are asked for by one of their names."""
+        """The tensors with bytes of their own that are combined: floating-point ones of which any name is asked for."""
         chosen: set[int] = set()
         carved = self.carved
         for index, (spec, holder) in enumerate(zip(carved.specs, carved.holders, strict=True)):
@@ -188,7 +191,7 @@ def _aligned(flat: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _geometry(spec: TensorSpec) -> tuple[object, ...]:
-    """What parents must have in common: not the order in memory, but everything that is stored once for all of them."""
+    """What parents must have in common: everything that is stored once for all of them, but not the order in memory."""
     return spec.dtype, spec.shape, tuple(stride == 0 and size > 1 for stride, size in zip(spec.strides, spec.shape, strict=True))
 
 
@@ -197,5 +200,5 @@ def _describe(spec: TensorSpec) -> str:
 
 
 def _is_counter(spec: TensorSpec) -> bool:
-    """Optimizers count their steps in tensors of one floating-point number."""
+    """Whether the tensor counts steps: optimizers count theirs in tensors of one floating-point number."""
     return spec.shape == () and spec.path.endswith("/step")

@@ -1,7 +1,7 @@
 """What changed from one state to another: tensor by tensor, and in values, metrics, configuration and code.
 
-Tensors are read piece by piece: memory for a few of them is enough, however large the states are. What both hold in the same chunks
-is not read at all. Of a state whose bytes are gone, or are not here, all else is told, and which state can be had instead.
+Tensors are read piece by piece: memory for a few of them is enough, however large the states are. What both states hold in the same
+chunks is not read at all. If the bytes of a state are gone, or not here, everything else is told, and which state can be had instead.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ __all__ = ["Change", "Diff", "Lacking", "TensorChange", "compare", "diff", "piec
 _PIECE = 1 << 20  # elements that are compared at once, as float64
 
 Pair = tuple[object, object]
-"""The old and the new value; None where there is none."""
+"""The old and the new value; None where a value does not exist."""
 
 
 class Change(StrEnum):
     """How a tensor changed. ``RECAST``: its dtype or its shape differs.
 
-    ``UNREAD``, where no payload is read: it lies in chunks that differ, and may have changed or not.
+    ``UNREAD``, if no payload is read: the tensor lies in chunks that differ, and may or may not have changed.
     """
 
     SAME = "same"
@@ -62,8 +62,8 @@ class Change(StrEnum):
 class TensorChange:
     """One tensor of two states. Norms and the distance between the two are Euclidean; NaN in a tensor makes them NaN.
 
-    Numbers are None where there is nothing to compare: added, removed, another shape, or the same bytes, which are not read.
-    ``largest`` is the largest change of one element, ``at`` its indices, ``fraction`` how many elements differ, of 1.
+    Numbers are None if there is nothing to compare: added, removed, another shape, or the same bytes, which are not read.
+    ``largest`` is the largest change of one element, ``at`` is its indices, ``fraction`` is the share of elements that differ, from 0 to 1.
     """
 
     path: str
@@ -82,7 +82,7 @@ class TensorChange:
 
     @property
     def relative(self) -> float | None:
-        """The distance in units of the old norm; None where that is 0."""
+        """The distance in units of the old norm; None if that is 0."""
         return self.distance / self.old_norm if self.distance is not None and self.old_norm else None
 
 
@@ -97,9 +97,11 @@ class Lacking:
 
 @dataclass(frozen=True, slots=True)
 class Diff:
-    """From ``old`` to ``new``; ``base`` is their nearest common ancestor. Metrics, config and versions are those that differ.
+    """The changes from ``old`` to ``new``; ``base`` is their nearest common ancestor. Only metrics, config and versions that differ are
+    listed.
 
-    Where the bytes of one of them cannot be had, ``tensors`` and ``values`` are empty and ``lacking`` says of which, and why.
+    If the bytes of one of them are not available, ``tensors`` and ``values`` are empty and ``lacking`` says which state lacks them, and
+    why.
     """
 
     old: State
@@ -129,10 +131,10 @@ def diff(
     stat: bool = False,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Diff:
-    """Compare two states; see ``Repository.diff``. ``on_progress`` gets the bytes of ``new`` that were compared, and all of them.
+    """Compare two states; see ``Repository.diff``. ``on_progress`` gets the bytes of ``new`` that were compared, and their total.
 
-    Without ``with_tensors`` no payload is opened: no tensors, and no values, which are stored beside them. With ``stat`` manifests are
-    read and no payload. What ``on_progress`` raises ends the comparison.
+    Without ``with_tensors`` no payload is opened: no tensors, and no values, which are stored beside them. With ``stat`` only manifests are
+    read, and no payload. An error that ``on_progress`` raises ends the comparison.
     """
     one, other = core.state(old), core.state(new)
     tensors: tuple[TensorChange, ...] = ()
@@ -167,7 +169,7 @@ def diff(
 
 
 def to_plain(found: Diff) -> dict[str, object]:
-    """What ``--json`` and the API say: plain values, with ``relative`` of each tensor."""
+    """The diff as plain values for ``--json`` and the API, with ``relative`` of each tensor."""
     plain: dict[str, object] = msgspec.to_builtins(found, enc_hook=str)
     for tensor, made in zip(found.tensors, plain["tensors"], strict=True):  # type: ignore[call-overload] # a list of dicts
         made["relative"] = tensor.relative
@@ -175,7 +177,7 @@ def to_plain(found: Diff) -> dict[str, object]:
 
 
 def _opened(core: Core, states: Sequence[State], stack: ExitStack) -> tuple[list[Reader], tuple[Lacking, ...]]:
-    """The payload of each, open until the end of the block; and those that cannot be had."""
+    """The payload of each state, open until the end of the block; and the states whose payload is not available."""
     readers, lacking = [], []
     for state in states:
         try:
@@ -205,7 +207,7 @@ def _tensors(
 
 
 def untied(reader: Reader) -> list[TensorSpec]:
-    """Each tensor of a state with its place; a tied tensor has the place of the tensor it is tied to."""
+    """Each tensor of a state with its place; a tied tensor has the place of the tensor to which it is tied."""
     specs = specs_of(reader)
     return [spec if spec.alias is None else _placed(spec, specs[spec.alias]) for spec in specs]
 
@@ -215,7 +217,7 @@ def _placed(spec: TensorSpec, owner: TensorSpec) -> TensorSpec:
 
 
 def compare(before: Reader, after: Reader, old: TensorSpec | None, new: TensorSpec, *, stat: bool) -> TensorChange:
-    """One tensor of two states; with ``stat`` by what the manifests say of it alone."""
+    """The change of one tensor between two states; with ``stat`` from the manifests alone."""
     if old is None:
         return TensorChange(new.path, Change.ADDED, new.shape, new.dtype)
     if old.shape != new.shape or dtype_of(old.dtype).is_complex != dtype_of(new.dtype).is_complex:
@@ -249,7 +251,7 @@ def compare(before: Reader, after: Reader, old: TensorSpec | None, new: TensorSp
 
 
 def _is_same_bytes(before: Manifest, old: TensorSpec, after: Manifest, new: TensorSpec) -> bool:
-    """Whether all shards of both lie at the same places of chunks that have the same digests: then there is nothing to read."""
+    """Whether all shards of both lie at the same places of chunks that have the same digests: then nothing has to be read."""
     if (old.dtype, old.strides, len(old.shards)) != (new.dtype, new.strides, len(new.shards)):
         return False
     return all(_is_same_shard(before, here, after, there) for here, there in zip(old.shards, new.shards, strict=True))
@@ -276,7 +278,7 @@ def pieces(reader: Reader, spec: TensorSpec) -> Iterator[torch.Tensor]:
     tensor = rebuild(read_flat(reader, spec), spec).detach()
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
-    flat = tensor.reshape(-1)  # a copy where another order is stored
+    flat = tensor.reshape(-1)  # a copy if another order is stored
     for start in range(0, flat.numel(), _PIECE):
         yield flat[start : start + _PIECE].to(torch.float64)
 
@@ -289,7 +291,7 @@ class _Sums:
         self.at = self.count = self.differing = 0
 
     def add(self, old: torch.Tensor, new: torch.Tensor) -> None:
-        """The next elements of both."""
+        """Add the next elements of both."""
         is_other = (old != new) & ~(old.isnan() & new.isnan())
         apart = torch.where(is_other, new - old, 0.0)  # infinite on both sides is no change
         self.old += float(old.dot(old))
@@ -320,7 +322,7 @@ def _indices(at: int, shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(reversed(found))
 
 
-# All else
+# Everything else
 
 
 def _values(manifest: Manifest) -> dict[str, object]:
@@ -335,7 +337,7 @@ def _delta(old: Mapping[str, object], new: Mapping[str, object]) -> dict[str, Pa
 
 
 def _masked(pairs: dict[str, Pair]) -> dict[str, Pair]:
-    """What changed, with tracked secrets masked: anyone who may read sees a difference."""
+    """The changes, with tracked secrets masked: everyone with read access sees a diff."""
     old, new = (masking.named({key: pair[side] for key, pair in pairs.items()}) for side in (0, 1))
     return {key: (old[key], new[key]) for key in pairs}
 

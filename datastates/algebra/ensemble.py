@@ -1,4 +1,4 @@
-"""Predictions from several states at once: one module, many sets of weights."""
+"""Predictions from several states: one module, many sets of weights."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _SHOWN = 6
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prediction:
-    """What the members say: ``outputs[i]`` is member ``i``'s output."""
+    """The predictions of the members: ``outputs[i]`` is member ``i``'s output."""
 
     outputs: torch.Tensor
 
@@ -46,9 +46,9 @@ class Ensemble:
 
     The module's own weights are not touched, and no second module is made. Each member was loaded once; tensors that are the same
     in several members, such as a frozen backbone, are held once: ``bytes_held`` says what all take together. Predictions are made in
-    evaluation mode and without gradients; afterwards each part of the module is in the mode in which it was.
+    evaluation mode and without gradients; afterwards each part of the module is in its earlier mode again.
 
-    One thread at a time: the module is used while a prediction is made.
+    Only one thread at a time may use it, because it uses the module while it makes a prediction.
     """
 
     def __init__(
@@ -65,16 +65,16 @@ class Ensemble:
 
     @property
     def bytes_held(self) -> int:
-        """Bytes of all members' tensors together, each distinct one once."""
+        """The bytes of all members' tensors together, each distinct one counted once."""
         return sum({id(tensor): tensor.nbytes for weights in self._weights for tensor in weights.values()}.values())
 
     def __len__(self) -> int:
         return len(self.members)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Prediction:
-        """Every member's output for one input, which is given to the module as it is.
+        """Every member's output for one input, which the module gets as it is.
 
-        :raises InvalidInput: the module's output is no tensor: say with ``pick=`` which part of it is the prediction.
+        :raises InvalidInput: the module's output is not a tensor: say with ``pick=`` which part of it is the prediction.
         """
         return Prediction(torch.stack(list(self.each(*args, **kwargs))))
 
@@ -82,7 +82,7 @@ class Ensemble:
         """The members' outputs one after the other, if only one of them should be in memory at a time."""
         for weights in self._weights:
             with _evaluating(self._module), torch.no_grad():
-                # A module may write to its buffers even so, and members may share them: each call has copies.
+                # A module may write to its buffers even so, and members may share them: each call gets copies.
                 own = {name: tensor.clone() if name in self._buffers else tensor for name, tensor in weights.items()}
                 output = functional_call(self._module, own, args, kwargs)
                 output = output if self._pick is None else self._pick(output)
@@ -121,7 +121,7 @@ def load_ensemble(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Wanted:
-    """A tensor of the module, its own name, and the canonical name of the earlier one that it is tied to."""
+    """A tensor of the module, its own name, and the canonical name of the earlier one to which it is tied."""
 
     live: torch.Tensor
     raw: str
@@ -174,7 +174,7 @@ def _is_tensor(value: object) -> TypeGuard[torch.Tensor]:
 
 
 def _placed(stored: torch.Tensor, live: torch.Tensor, held: list[torch.Tensor]) -> torch.Tensor:
-    """The tensor on the module's device; an earlier member's where that has the same bytes."""
+    """The tensor on the module's device; an earlier member's tensor if that has the same bytes."""
     tensor = stored.to(live.device)
     for other in held:
         if _same_bytes(tensor, other):

@@ -1,6 +1,6 @@
-"""How the values of one tensor are spread, in one state or in several over the same bins.
+"""The distribution of the values of one tensor, in one state or in several over the same bins.
 
-Chunks are read one after the other, twice: for the extremes, and to be counted. A few MiB of memory are enough for a tensor of any size.
+Chunks are read one after the other, twice: for the extremes, and for the counts. A few MiB of memory are enough for a tensor of any size.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ __all__ = ["BINS", "MOST_BINS", "MOST_STATES", "Histogram", "Scale", "Spread", "
 
 BINS, MOST_BINS = 64, 512
 MOST_STATES = 4
-"""How many states may be counted over the same bins."""
+"""The most states that may be counted over the same bins."""
 
 _LISTED = 5
 _EPSILON = float(np.finfo(np.float64).eps)
-_POWERS = (-323.0, 308.0)  # of ten, that are numbers
+_POWERS = (-323.0, 308.0)  # powers of ten that are numbers
 
 
 class Scale(StrEnum):
-    """What bins are equally wide in: the values, or the logarithms of their magnitudes."""
+    """The quantity in which bins are equally wide: the values, or the logarithms of their magnitudes."""
 
     LINEAR = "linear"
     LOG = "log"
@@ -46,10 +46,11 @@ class Scale(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """The values of the tensor in one state. ``counts`` of them lie in each bin, the last of which holds its upper edge.
+    """The values of the tensor in one state. ``counts`` is the number of values in each bin; the last bin includes its upper edge.
 
-    Of ``elements`` ``nan`` are NaN and ``infinite`` infinite, and lie in no bin; on the scale ``log`` neither do the ``zeros``. All other
-    numbers are over the finite values, ``deviation`` is the standard deviation: None where there are none, or where they are too large.
+    Of ``elements``, ``nan`` are NaN and ``infinite`` are infinite, and lie in no bin; on the scale ``log`` neither do the ``zeros``. All
+    other numbers are over the finite values, ``deviation`` is the standard deviation; they are None if there are no such values, or if
+    these are too large.
     """
 
     state: str
@@ -66,7 +67,9 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Histogram:
-    """One tensor in some states over the same bins: ``edges`` has one more than there are bins. Complex numbers count as two values."""
+    """One tensor in some states over the same bins: ``edges`` has one more element than there are bins. Complex numbers count as two
+    values.
+    """
 
     path: str
     scale: Scale
@@ -87,10 +90,10 @@ def histogram(
 
     :param core: the core of the repository.
     :param states: revisions or states.
-    :param path: the tensor's, as ``diff`` says it.
-    :param bins: how many.
-    :param scale: what they are equally wide in.
-    :param on_progress: gets the bytes that were read, and all that are to be; what it raises ends the counting.
+    :param path: the path of the tensor, as ``diff`` gives it.
+    :param bins: the number of bins.
+    :param scale: the quantity in which bins are equally wide.
+    :param on_progress: gets the bytes that were read, and their total; an error that it raises ends the counting.
     :raises NotFound: a state has no such tensor; names close ones.
     :raises Unavailable: the bytes of a state are gone.
     :raises InvalidInput: there are too many states or bins.
@@ -126,7 +129,7 @@ class _Progress:
 
 @dataclass(slots=True)
 class _Known:
-    """What the first reading tells of the finite values; ``low`` and ``high`` are the ends of what is counted, on its scale."""
+    """What the first reading finds of the finite values; ``low`` and ``high`` are the ends of the range that is counted, on its scale."""
 
     least: float = math.inf
     most: float = -math.inf
@@ -141,24 +144,24 @@ class _Known:
 
 @dataclass(slots=True)
 class _Values:
-    """The values of a tensor of an open state, a chunk at a time, in no order."""
+    """The values of a tensor of an open state, a chunk at a time, in no particular order."""
 
     reader: Reader
     spec: TensorSpec
 
     @property
     def bytes(self) -> int:
-        """How many are read for them."""
+        """The number of bytes that are read for the values."""
         return sum(shard.length for shard in self.spec.shards)
 
     @property
     def times(self) -> int:
-        """How often each stored value stands in the tensor: more than once in one that was expanded."""
+        """How often each stored value occurs in the tensor: more than once in an expanded tensor."""
         stored = self.bytes // dtype_of(self.spec.dtype).itemsize
         return math.prod(self.spec.shape) // stored if stored else 1
 
     def pieces(self, tell: Callable[[int], None]) -> Iterator[np.ndarray]:
-        """All of them as float64; complex ones as pairs."""
+        """All values as float64; complex ones as pairs."""
         dtype = dtype_of(self.spec.dtype)
         for shard in self.spec.shards:
             for done in range(0, shard.length, CHUNK_BYTES):
@@ -170,7 +173,7 @@ class _Values:
                 tell(piece.numel())
 
     def look(self, scale: Scale, tell: Callable[[int], None]) -> _Known:
-        """The first reading."""
+        """Do the first reading."""
         known = _Known()
         for piece in self.pieces(tell):
             values = piece[np.isfinite(piece)]
@@ -189,7 +192,7 @@ class _Values:
         return known
 
     def count(self, uid: str, known: _Known, edges: np.ndarray, scale: Scale, tell: Callable[[int], None]) -> Spread:
-        """The second reading."""
+        """Do the second reading."""
         counts = np.zeros(len(edges) - 1, dtype=np.int64)
         mean = known.total / known.count if known.count else 0.0
         apart = 0.0
@@ -218,7 +221,7 @@ def _scaled(values: np.ndarray, scale: Scale) -> np.ndarray:
 
 
 def _edges(ranges: Sequence[_Known], bins: int, scale: Scale) -> np.ndarray:
-    """The edges of bins from the least to the most of all; around a single value as NumPy does it."""
+    """The edges of bins from the least to the greatest value of all; around a single value as NumPy does it."""
     low, high = min(known.low for known in ranges), max(known.high for known in ranges)
     if low > high:  # nothing to count
         low, high = 0.0, 1.0

@@ -1,7 +1,7 @@
 """``repo.merge`` and ``repo.verify_merge``: a state made of others, tensor by tensor, that can be made again from them.
 
 The parents stay where they are, mapped from disk or pinned in memory; the result is written straight into slots of the arena. So a
-merge takes the memory of one state and, for the time, of a few tensors.
+merge takes the memory of one state and, for a while, of a few tensors.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class MergeOptions(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """What the result is called: a branch that it goes on, a tag, and a text of its own."""
+    """The names of the result: a branch that it continues, a tag, and a message."""
 
     into: str | None
     tag: str | None
@@ -82,7 +82,7 @@ def merge(
             states, notes = _pick(core, states, recipe, options.get("evaluate"), options.get("better"))
             recipe = replace(recipe, weights=(1.0 / len(states),) * len(states))
         case Method.EMA:
-            states = states[::-1]  # the newest is the first parent: where the average stands, its counters do
+            states = states[::-1]  # the newest is the first parent: its counters fit where the average stands
         case Method.TIES:
             recipe = replace(recipe, base=_base(core, states, options.get("base")).uid)
     with Blend(core, recipe, states) as blend:
@@ -131,7 +131,7 @@ def _members(core: Core, revs: Sequence[str | State]) -> list[State]:
 
 
 def _check_names(core: Core, into: str | None, tag: str | None, states: Sequence[State], recipe: Recipe) -> None:
-    """Before any work: the names can be given. The branch is at the first parent, where that is known."""
+    """Check before any work that the names can be given. The branch is at the first parent, if that is known."""
     for name in (each for each in (into, tag) if each is not None):
         lineage_refs.check_name(name)
     if into is not None and any(training.branch == into for training in core.trainings):
@@ -177,14 +177,14 @@ def _pick(
     evaluate: Callable[[Any], float] | None,
     better: str | None,
 ) -> tuple[list[State], dict[str, Value]]:
-    """The members of the soup, the best one first: each next best is taken unless it makes the soup worse."""
+    """The members of the soup, the best one first: the next best is added each time unless it makes the soup worse."""
     if evaluate is None:
         raise InvalidInput("method='greedy' needs evaluate=, a function of a state's tree that gives a number")
     if better not in ("higher", "lower"):
         raise InvalidInput(f"better={better!r}: say whether a 'higher' or a 'lower' value of evaluate is better")
     sign = 1.0 if better == "higher" else -1.0
     recipe = replace(recipe, rest="drop")  # nobody evaluates an optimizer
-    Blend(core, replace(recipe, weights=_even(states)), states).close()  # they fit together, before anything is evaluated
+    Blend(core, replace(recipe, weights=_even(states)), states).close()  # they fit together: checked before anything is evaluated
 
     def score(members: Sequence[State]) -> float:
         with Blend(core, replace(recipe, weights=_even(members)), members) as blend:
@@ -212,7 +212,7 @@ def _even(states: Sequence[State]) -> tuple[float, ...]:
 
 
 def _make(core: Core, blend: Blend, *, into: str | None, message: str | None, attributes: dict[str, Value]) -> State:
-    """Fill slots and digest them, then let the state in: what a capture's second half does."""
+    """Fill slots and digest them, then hand the state in, as the second half of a capture does."""
     engaged = core.engage()
     host, arena, memory = engaged.host, engaged.arena, engaged.memory
     lengths = blend.carved.chunk_lengths
@@ -237,7 +237,7 @@ def _make(core: Core, blend: Blend, *, into: str | None, message: str | None, at
 
 
 def _acquire(host: Host, count: int) -> list[int]:
-    """Slots for the result. The parents are pinned meanwhile, so waiting must end when nothing is left that could make room."""
+    """Slots for the result. The parents are pinned meanwhile, so waiting must end if nothing is left that could make room."""
     while True:
         slots = host.acquire(count, BackPressure.SKIP) if count else []
         if slots is not None:
@@ -255,7 +255,7 @@ def _fill(arena: Arena, slots: Sequence[int], blend: Blend) -> None:
         for shard, data in cut(spec, flat):
             _put(arena, slots, shard.start, data.numpy())
     for chunk, begin, end in gaps(blend.carved.specs, blend.carved.chunk_lengths):
-        arena.tensor(slots[chunk])[begin:end].zero_()  # a slot was another's before
+        arena.tensor(slots[chunk])[begin:end].zero_()  # a slot held another state before
 
 
 def _put(arena: Arena, slots: Sequence[int], start: int, data: np.ndarray[Any, np.dtype[np.uint8]]) -> None:

@@ -1,10 +1,10 @@
 """How tensors of several states become one: the methods of a merge, as arithmetic on flat tensors.
 
 Everything is computed in float64 by single additions, multiplications and divisions in the parents' order, and rounded to the
-tensor's dtype once, at the end: so the bytes depend neither on the number of threads nor on how a tensor is cut into pieces. A tensor
+tensor's dtype once, at the end. So the bytes depend neither on the number of threads nor on how a tensor is cut into pieces. A tensor
 that is the same in every parent stays as it is.
 
-Model soups, greedy ones too: Wortsman et al. 2022. Exponential moving average: Polyak and Juditsky 1992. Slerp: Shoemake 1985, tensor
+Model soups, including greedy ones: Wortsman et al. 2022. Exponential moving average: Polyak and Juditsky 1992. Slerp: Shoemake 1985, tensor
 by tensor. TIES-merging: Yadav et al. 2023, trimmed tensor by tensor rather than over the whole model.
 """
 
@@ -25,10 +25,10 @@ from datastates.lineage.states import EdgeKind, Value
 __all__ = ["Method", "Recipe", "combine", "plan_recipe", "recipe_of"]
 
 _PIECE = 1 << 20
-"""Elements that are computed at a time."""
+"""The number of elements that are computed at a time."""
 
 _STRAIGHT = 0.9995
-"""From this cosine on an arc is as good as its chord, and its sine too small to divide by."""
+"""From this cosine on, a chord is as good as its arc, and the sine is too small to divide by."""
 
 _SUM_ERROR = 1e-6
 
@@ -45,7 +45,7 @@ class Method(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """A method with all that it takes; ``weights`` are those of the parents, the first parent's first. Stored as attributes.
+    """A method with all its arguments; ``weights`` are those of the parents, the first parent's first. Stored as attributes.
 
     ``decay`` belongs to ``ema``, ``t`` to ``slerp``; ``density``, ``scale`` and ``base`` (a uid) to ``ties``.
     """
@@ -97,7 +97,7 @@ def plan_recipe(
 ) -> Recipe:
     """The recipe for ``count`` states as the user named them, checked; ``ema`` takes them from the oldest to the newest.
 
-    :raises InvalidInput: an argument is of another method, or makes no sense; says what would.
+    :raises InvalidInput: an argument belongs to another method, or makes no sense; says what would.
     """
     chosen = _method(method)
     _check_options(chosen, {**options, "weights": weights})
@@ -118,10 +118,10 @@ def plan_recipe(
 
 
 def recipe_of(uid: str, attributes: Mapping[str, Value]) -> Recipe:
-    """The recipe that a merged state was made by.
+    """The recipe with which a merged state was made.
 
-    :raises InvalidInput: it is no merge.
-    :raises Corrupt: its attributes say what cannot be.
+    :raises InvalidInput: the state is not a merge.
+    :raises Corrupt: its attributes are impossible.
     """
     if "merge.method" not in attributes:
         raise InvalidInput(f"state {uid} is no merge: it has no attribute merge.method")
@@ -239,7 +239,7 @@ def _same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _sum(parts: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
-    """Never by one call for product and sum: that may or may not round in between."""
+    """The weighted sum, never by one call for product and sum: that may or may not round in between."""
     total = parts[0] * weights[0]
     for part, weight in zip(parts[1:], weights[1:], strict=True):
         total += part * weight
@@ -263,21 +263,21 @@ def _arc(recipe: Recipe, parts: Sequence[torch.Tensor]) -> tuple[float, float]:
 
 
 def _limit(part: torch.Tensor, base: torch.Tensor, density: float) -> float:
-    """The magnitude from which on a change is kept, so that ``density`` of them are; equal ones stay together."""
+    """The magnitude from which on a change is kept, so that ``density`` of them are kept; equal ones stay together."""
     size = part.numel()
     kept = math.ceil(density * size)
     if kept >= size:
         return 0.0
-    change = (part.to(torch.float64) - base.to(torch.float64)).abs_()  # `to` may give the parent's own memory: never in place
+    change = (part.to(torch.float64) - base.to(torch.float64)).abs_()  # `to` may return the parent's own memory: never in place
     return float(change.kthvalue(size - kept + 1).values)
 
 
 def _disjoint(
     parts: Sequence[torch.Tensor], base: torch.Tensor, weights: Sequence[float], limits: Sequence[float], scale: float
 ) -> torch.Tensor:
-    """The mean of the kept changes whose sign has won; where they cancel, or there are none, the base stays.
+    """The mean of the kept changes with the winning sign; where they cancel, or there are none, the base stays.
 
-    A NaN of any part stays one: it must not pass for a change that was trimmed.
+    A NaN in any part stays NaN: it must not pass for a change that was trimmed.
     """
     changes = [part - base for part in parts]
     changes = [torch.where(change.abs() < limit, 0.0, change) for change, limit in zip(changes, limits, strict=True)]
