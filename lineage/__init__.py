@@ -1,4 +1,4 @@
-"""The graph of states in SQL. Queries are functions that take a session of a ``Database``, grouped by noun in modules.
+"""The graph of states in SQL. Queries are functions that take a session of a ``Database``; each module groups those of one noun.
 
 from datastates.lineage import Database
 from datastates.lineage.change import record, refs
@@ -37,11 +37,11 @@ __all__ = [
 
 
 _ELSEWHERE = {"Database": "database", "Recovered": "change.runs"}
-"""Where a name lives; all others are values, in ``states``."""
+"""The module in which a name lives. All other names are values, in ``states``."""
 
 
 def __getattr__(name: str) -> object:
-    """Import a name when it is first used, and keep it: whoever reads a lineage does without what changes one."""
+    """Import a name when it is first used, and keep it: a process that only reads a lineage never imports the code that changes one."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value: object = getattr(import_module(f".{_ELSEWHERE.get(name, 'states')}", __name__), name)

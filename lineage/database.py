@@ -35,30 +35,30 @@ __all__ = ["Database", "translate"]
 
 BUSY_TIMEOUT_S = 60.0
 UPGRADE_TIMEOUT_S = 3600.0
-"""How long an upgrade waits for another one, which takes minutes for a million states; PostgreSQL waits without end."""
+"""How long an upgrade waits for another one. An upgrade takes minutes for a million states; on PostgreSQL it waits without a limit."""
 _MARKER_TABLES = ("state", "ref_event", "replica")
-_MIGRATION_LOCK = 0x6461_7461_7374  # the advisory lock of PostgreSQL; any number that others hardly choose
+_MIGRATION_LOCK = 0x6461_7461_7374  # the advisory lock of PostgreSQL; any number that others are unlikely to choose
 _BEGIN = "datastates_begin"
 _IMMEDIATE = "BEGIN IMMEDIATE"
 _PATIENT = "datastates_patient"
-_ASK_AGAIN_MS = 3  # SQLite asks after 1 and after 2 ms more, then begins to wait longer
+_ASK_AGAIN_MS = 3  # SQLite retries after 1 ms and after 2 ms more; after that it would wait longer and longer
 _DURABLE = "datastates_durable"
-_CANCELLED = "57014"  # what PostgreSQL calls a statement that was ended
-_DISK_FULL = "53100"  # and a disk without room
+_CANCELLED = "57014"  # PostgreSQL's code for a statement that was cancelled
+_DISK_FULL = "53100"  # PostgreSQL's code for a full disk
 _UNWRITTEN = {
     *(sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_WRITE, sqlite3.SQLITE_IOERR_TRUNCATE),
     *(sqlite3.SQLITE_IOERR_FSYNC, sqlite3.SQLITE_IOERR_DIR_FSYNC, sqlite3.SQLITE_IOERR_SHMOPEN, sqlite3.SQLITE_IOERR_SHMSIZE),
 }
-"""What SQLite calls it."""
+"""SQLite's codes for it."""
 _PATIENCE = {"connect_timeout": 10, "keepalives_idle": 10, "keepalives_interval": 5, "keepalives_count": 4, "tcp_user_timeout": 30_000}
-"""A server that was cut off is found dead in half a minute, not when the kernel gives up. Its URL may say otherwise."""
+"""A server that was cut off is found dead within half a minute, not only when the kernel gives up. The URL may set other values."""
 _migrating = threading.Lock()  # Alembic's context is a global of the process
 
 
 class Database:
-    """An open lineage. Threads: any, each transaction in its own; not across ``fork``.
+    """An open lineage. Any thread may use it, each transaction in its own thread; it does not survive ``fork``.
 
-    ``read_only`` says why nothing can be written; None when it can.
+    ``read_only`` says why nothing can be written, or is None when writing is possible.
 
     :raises NotFound: ``create`` is False and there is no lineage at ``url``.
     :raises InvalidInput: the URL is of another kind, or the database holds something else.
@@ -93,7 +93,7 @@ class Database:
             self._open(create=create)
             if self.is_sqlite and self._frozen is None:
                 self._anchor = weakref.finalize(self, anchor.cast(path), _nothing)
-                self._anchor.atexit = False  # the kernel lets go
+                self._anchor.atexit = False  # the kernel releases them
                 self._check_same(path, number)
         except BaseException:
             self.close()
@@ -101,7 +101,7 @@ class Database:
 
     @contextmanager
     def read(self) -> Iterator[Session]:
-        """A transaction that sees one snapshot; what it changes is thrown away."""
+        """A transaction that sees one snapshot; changes made in it are discarded."""
         with self._session(self._reader) as session:
             yield session
 
@@ -109,8 +109,8 @@ class Database:
     def write(self, durable: bool = False) -> Iterator[Session]:
         """A transaction that commits when the block ends well, and rolls back when it raises.
 
-        ``durable`` returns only once the commit survives a power loss; without it a crash of this process loses nothing,
-        a crash of the machine may lose the last moments, never the consistency.
+        With ``durable`` it returns only once the commit survives a power loss. Without it, a crash of this process loses nothing; a crash
+        of the machine may lose the last moments, but never leaves the database inconsistent.
 
         :raises Unavailable: another process held the write lock for a minute, or nothing may be written here (see ``read_only``).
         """
@@ -121,12 +121,12 @@ class Database:
 
     @property
     def engine(self) -> Engine:
-        """What its connections come from, for tests that are in their way."""
+        """The engine that its connections come from, for tests that interfere with them."""
         return self._engine
 
     @property
     def is_closed(self) -> bool:
-        """Whether it can be asked nothing any more."""
+        """Whether it was closed, and takes no more transactions."""
         return self._closed
 
     def close(self) -> None:
@@ -188,12 +188,12 @@ class Database:
                 upgrade(connection)
 
     def _check_same(self, path: Path, number: int | None) -> None:
-        """Whoever rebuilds a lineage puts another file at its place; from now on nobody does."""
+        """Raise if another file was put in this place while we opened it, as a rebuild does. From now on our locks prevent that."""
         if _number(path) != number:
             raise Conflict(f"{self._shown} was replaced while it was opened: open it again")
 
     def _use_wal(self) -> None:
-        """Readers then never block the writer. The mode stays with the file; changing it ignores the busy timeout."""
+        """Switch to WAL, where readers never block the writer. The mode stays with the file. Changing it ignores the busy timeout."""
         deadline = time.monotonic() + BUSY_TIMEOUT_S
         while True:
             raw = self._engine.raw_connection()
@@ -212,7 +212,7 @@ class Database:
 
 
 def translate(error: exc.SQLAlchemyError | sqlite3.Error, where: str) -> DatastatesError:
-    """Translate a driver's error into ours; the one place where they are mapped. ``where`` is shown."""
+    """Our error for a driver's error. All of them are mapped here. ``where`` is shown in the message."""
     origin = error.orig if isinstance(error, exc.DBAPIError) and error.orig is not None else error
     said, _, _ = (str(origin.args[0] if origin.args else "") if origin is error else str(origin)).strip().partition("\n")  # never the SQL
     said = masking.text(said)
@@ -248,7 +248,7 @@ def translate(error: exc.SQLAlchemyError | sqlite3.Error, where: str) -> Datasta
 
 
 def _nothing() -> None:
-    """What was dropped without a close has no connections any more."""
+    """For an engine that was dropped without a close: it has no connections left to release."""
 
 
 def _parse(url: str) -> URL:
@@ -270,7 +270,7 @@ def _parse(url: str) -> URL:
 
 
 def _prepare_file(path: Path, *, create: bool) -> None:
-    """Make an empty file if there is none, so that what SQLite makes beside it later is for the same users."""
+    """Create an empty file if there is none, so that the files that SQLite later creates beside it have the same owner and mode."""
     if path.is_dir():
         raise InvalidInput(f"{path} is a folder: name the file of the database")
     if path.exists():
@@ -289,7 +289,7 @@ def _prepare_file(path: Path, *, create: bool) -> None:
 
 
 def _number(path: Path) -> int | None:
-    """Which file is there."""
+    """The inode number of the file at this path."""
     try:
         return path.stat().st_ino
     except FileNotFoundError:
@@ -316,7 +316,8 @@ def _on_sqlite_connect(raw: sqlite3.Connection, record: Any) -> None:
 
 
 def _on_sqlite_begin(connection: Connection) -> None:
-    """Begin by hand: the driver's own BEGIN comes late and is never IMMEDIATE. ``synchronous`` only changes outside."""
+    """Begin explicitly: the driver's own BEGIN comes late and is never IMMEDIATE. ``synchronous`` can be changed only outside a
+    transaction."""
     options = connection.get_execution_options()
     raw: Any = connection.connection.dbapi_connection
     durable = options.get(_DURABLE)
@@ -330,7 +331,7 @@ def _on_sqlite_begin(connection: Connection) -> None:
 
 
 def _begin_immediate(raw: sqlite3.Connection, timeout_s: float) -> None:
-    """Take the write lock. SQLite's own waiting sleeps ever longer and lets newcomers pass; this asks every few milliseconds."""
+    """Take the write lock. SQLite's own waiting sleeps longer and longer and lets newcomers pass; this retries every few milliseconds."""
     deadline = time.monotonic() + timeout_s
     raw.execute(f"PRAGMA busy_timeout={_ASK_AGAIN_MS}")
     try:
@@ -359,7 +360,8 @@ def _postgresql_engine(url: URL) -> Engine:
 
 
 def _on_postgresql_connect(raw: Any, record: Any) -> None:
-    """Without its compiler: it is asked for by costs that a filter of hundreds of terms has, and took 16 s where the rows took 0.7 s."""
+    """Turn off PostgreSQL's JIT compiler: its cost estimate turns it on for filters of hundreds of terms, where it took 16 s and the rows
+    0.7 s."""
     raw.execute("SET jit = off")
     raw.commit()
 
@@ -371,7 +373,7 @@ def _on_postgresql_begin(connection: Connection) -> None:
 
 
 def _version(connection: Connection) -> str | None:
-    """The revision that the schema has; None when there is no schema at all, "" when it is not ours."""
+    """The revision of the schema; None when there is no schema at all, "" when it is not ours."""
     try:
         return str(connection.execute(text("SELECT version_num FROM alembic_version")).scalar_one_or_none() or "")
     except (exc.OperationalError, exc.ProgrammingError) as error:
@@ -382,7 +384,7 @@ def _version(connection: Connection) -> str | None:
 
 
 def _check(connection: Connection, where: str) -> str | None:
-    """The schema's revision, when we may migrate from it; under the lock that migrations take."""
+    """The schema's revision, if we can migrate from it. The caller holds the lock that migrations take."""
     tables = _tables(connection)
     if not tables:
         return None

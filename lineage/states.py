@@ -1,4 +1,4 @@
-"""The values that the lineage hands out and takes in: plain values, no SQL, no torch."""
+"""The values that the lineage takes and returns: plain values, without SQL and without torch."""
 
 from __future__ import annotations
 
@@ -46,10 +46,11 @@ class Status(StrEnum):
 
 
 class Why(StrEnum):
-    """What became of the part of one rank, so that the state of all of them is given up.
+    """Why a state of several ranks was given up: what became of the part of one rank.
 
-    It had no room; what it copied was changed meanwhile; another error; it told nothing for too long; it went with its process. Or the
-    lineage refused the state, although all parts were there.
+    The rank had no room for its part (``skipped``); the sources changed while they were copied (``torn``); another error occurred
+    (``failed``); the rank reported nothing for too long (``late``); the part went with its process (``gone``). Or all parts were there, and
+    the lineage refused the state (``refused``).
     """
 
     SKIPPED = "skipped"
@@ -62,7 +63,7 @@ class Why(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class GivenUp:
-    """A state of several parts that will never be whole: because of which rank, and why."""
+    """A state of several parts that will never be complete: which rank is the cause, and why."""
 
     uid: str
     rank: int
@@ -81,7 +82,7 @@ class RefKind(StrEnum):
 
 
 class EdgeKind(StrEnum):
-    """The reason why a state has a further parent, beside the first one."""
+    """Why a state has a further parent beside the first one."""
 
     MERGE = "merge"
     SOUP = "soup"
@@ -90,7 +91,7 @@ class EdgeKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """A further parent: its uid, why, and with what weight."""
+    """A further parent: its uid, the kind of edge, and its weight."""
 
     parent: str
     kind: EdgeKind
@@ -98,19 +99,19 @@ class Edge:
 
 
 OURS = "datastates."
-"""How the names begin of what a run's configuration says that nobody chose: which process it was, where its files were."""
+"""The prefix of the settings in a run's configuration that nobody chose: which process it was, where its files were."""
 
 
 DIED = f"{OURS}died"
-"""True in the configuration of a process that ended without saying so, once somebody has found out."""
+"""True in the configuration of a process that ended without saying so, once another process has found that out."""
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
     """One training of a process: its branch, its user and host, its code and configuration.
 
-    ``process`` is the uid of the run that stands for the whole process, which has none itself: it made what no training captured,
-    such as merges.
+    ``process`` is the uid of the run that stands for the whole process. That run has no ``process`` itself; it made the states that no
+    training captured, such as merges.
     """
 
     uid: str
@@ -129,16 +130,16 @@ class Run:
 
     @property
     def chosen(self) -> dict[str, Value]:
-        """What of its configuration somebody chose."""
+        """The part of its configuration that somebody chose."""
         return {key: value for key, value in self.config.items() if not key.startswith(OURS)}
 
 
 @dataclass(frozen=True, slots=True)
 class StateFacts:
-    """What is known of a state before its bytes are: its identity, its place in the graph, and what was said of it.
+    """What is known of a state before its bytes are there: its identity, its place in the graph, and the facts that were given with it.
 
-    ``parent`` is the uid of the first parent, ``edges`` are the further ones. ``branch`` is the one that moves to the state, if any.
-    ``created_at`` may be left out: it is then the moment at which the state is recorded. ``config`` is what the run's record says.
+    ``parent`` is the uid of the first parent; ``edges`` are the further ones. ``branch`` is the branch that moves to the state, if any.
+    ``created_at`` may be left out: the moment of recording then stands for it. ``config`` is what the run's record says.
     """
 
     uid: str
@@ -167,7 +168,8 @@ class State:
     """An immutable snapshot; a node of the lineage. ``parents`` are uids, the first parent first. ``config`` is the configuration of
     its run.
 
-    ``bytes_new`` are those of ``bytes_total`` that it added: to the disk once it is durable, before that to the memory of its process.
+    ``bytes_new`` is the part of ``bytes_total`` that this state added: to the disk once it is durable, until then to the memory of its
+    process.
     """
 
     uid: str
@@ -190,7 +192,7 @@ class State:
 
     @property
     def facts(self) -> StateFacts:
-        """The facts of this state for recording it elsewhere; no branch is moved to it there."""
+        """The facts of this state, for recording it elsewhere; no branch moves to it there."""
         return StateFacts(
             uid=self.uid,
             parent=self.parents[0] if len(self.parents) > len(self.edges) else None,
@@ -217,7 +219,7 @@ class State:
 class NewState:
     """A state for ``record``: its facts, and what has become of its bytes. The branch moves from the first parent to it.
 
-    ``tier`` and ``node`` are where its bytes are, if they are anywhere.
+    ``tier`` and ``node`` say where its bytes are, if they are anywhere.
     """
 
     facts: StateFacts
@@ -230,11 +232,11 @@ class NewState:
 
     @property
     def uid(self) -> str:
-        """Whose facts these are."""
+        """The uid of the state."""
         return self.facts.uid
 
     def without_branch(self) -> NewState:
-        """The same state, to which no branch moves."""
+        """The same state, but no branch moves to it."""
         return replace(self, facts=replace(self.facts, branch=None))
 
 
@@ -264,9 +266,9 @@ class RefEvent:
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """What somebody wrote of a state or of a branch, in Markdown: one of ``state`` (a uid) and ``branch`` is given.
+    """What somebody wrote about a state or a branch, in Markdown. One of ``state`` (a uid) and ``branch`` is given.
 
-    ``author`` is who said that they wrote it: nobody checks that. ``edited_at`` is None of what was never changed.
+    ``author`` is the name that the writer gave; it is not verified. ``edited_at`` is None if the note was never changed.
     """
 
     uid: str

@@ -1,4 +1,4 @@
-"""Contracts for carrying control frames and bytes between two processes; every coroutine here runs on the transport's loop thread."""
+"""The contracts for carrying control frames and bytes between two processes. Every coroutine here runs on the transport's loop thread."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = ["Channel", "End", "Link", "Listener", "OnDevice", "Terms", "Tls", "Tr
 
 @dataclass(frozen=True, slots=True)
 class Tls:
-    """Files for TLS on the control channel: a server needs a certificate and its key, a client what it trusts."""
+    """Files for TLS on the control channel: a server needs a certificate and its key, a client the certificates that it trusts."""
 
     certificate: Path | None = None
     key: Path | None = None
@@ -33,9 +33,9 @@ class Tls:
 
 
 def tls_of(value: object, what: str) -> Tls:
-    """The files for TLS that a user gives.
+    """The files for TLS that a user passed.
 
-    :raises InvalidInput: they are none.
+    :raises InvalidInput: ``value`` is something else.
     """
     if not isinstance(value, Tls):
         raise InvalidInput(f"{what} is {shown(value)}: give a datastates.Tls")
@@ -43,23 +43,23 @@ def tls_of(value: object, what: str) -> Tls:
 
 
 class Channel(ABC):
-    """Ordered frames of control between two ends. ``send`` and ``receive`` may each run in one task at a time."""
+    """Ordered control frames between two ends. ``send`` and ``receive`` may each run in one task at a time."""
 
     peer: str
     """Where the other end is, for messages: ``10.0.0.2:4711``."""
 
     host: str | None = None
-    """The address of this end that the other one reaches; None where both are in one process."""
+    """The address of this end as the other one reaches it; None where both are in one process."""
 
     remote: tuple[str, int] | None = None
     """The address and the port of the other end; None where both are in one process."""
 
     is_secret: bool = False
-    """Whether TLS protects it."""
+    """Whether TLS protects the channel."""
 
     @abstractmethod
     async def send(self, frame: bytes) -> None:
-        """Hand a frame over; waits while the other end does not take any.
+        """Hand a frame over; waits while the other end accepts none.
 
         :raises Disconnected: the other end is gone.
         """
@@ -68,29 +68,29 @@ class Channel(ABC):
     async def receive(self, limit: int) -> bytes:
         """The next frame, of at most ``limit`` bytes.
 
-        :raises PeerFault: a longer one was announced; nothing was allocated for it, and the channel cannot be used any more.
+        :raises PeerFault: the announced length is greater. Nothing was allocated for the frame, and the channel cannot be used any more.
         :raises Disconnected: the other end is gone.
         """
 
     def hold(self) -> None:
-        """The other end has proved itself: from now on this does not give way to others that arrive (see ``arrival``)."""
+        """Keep this channel when others arrive, since the other end has proved itself (see ``arrival``)."""
         return
 
     @abstractmethod
     async def close(self) -> None:
-        """Let go; idempotent. A caller that waits in ``receive`` gets ``Disconnected``."""
+        """Close the channel; idempotent. A caller that waits in ``receive`` gets ``Disconnected``."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OnDevice:
-    """Flat memory on a device, into which a chunk is received; it may be written behind ``ready``, a point of its owner's stream."""
+    """Flat memory on a device that receives a chunk. It may be written after ``ready``, a point in its owner's stream."""
 
     memory: torch.Tensor
     ready: Mark
 
     @property
     def nbytes(self) -> int:
-        """How many bytes belong there."""
+        """How many bytes it receives."""
         return self.memory.nbytes
 
 
@@ -110,32 +110,33 @@ class Link(ABC):
 
         Cancelling the task does not stop the transfer: ``abort`` the link before the memory is used for anything else.
 
-        :raises PeerFault: the message is longer. A shorter one may leave the rest as it was, so its user checks a digest.
+        :raises PeerFault: the message is longer. A shorter one may leave the rest of ``into`` as it was, so callers check a digest.
         :raises Disconnected: the peer is gone, or the link was aborted.
         """
 
     def send_all(self, tag: int, data: Sequence[memoryview], moved: Callable[[], None]) -> asyncio.Future[Any]:
-        """Begin to ``send`` each piece, to the receivers of ``tag`` and of the tags behind it. ``moved`` is called when one has left,
-        on any thread. Errors come by the future."""
+        """Begin to ``send`` each piece, to the receivers of ``tag`` and of the tags that follow it. ``moved`` is called, on any thread,
+        whenever a piece has left. The future reports errors."""
         return asyncio.gather(*(_told(self.send(tag + n, piece), moved) for n, piece in enumerate(data)))
 
     def receive_all(self, tag: int, into: Sequence[memoryview], moved: Callable[[], None]) -> asyncio.Future[Any]:
-        """Begin to ``receive`` into each piece, from the senders of ``tag`` and of the tags behind it, as ``send_all``."""
+        """Begin to ``receive`` into each piece, from the senders of ``tag`` and of the tags that follow it, as ``send_all`` does."""
         return asyncio.gather(*(_told(self.receive(tag + n, piece), moved) for n, piece in enumerate(into)))
 
     def receive_there(self, tag: int, into: OnDevice, moved: Callable[[], None]) -> asyncio.Future[Any]:
-        """``receive_all`` into memory of a device; by a data plane that reaches it. What is there when this is done, only this process
-        can change.
+        """``receive_all`` into memory of a device, for data planes that can write there. Once it is done, only this process can change the
+        bytes.
 
-        :raises InvalidInput: this one does not.
+        :raises InvalidInput: this data plane cannot.
         """
         raise InvalidInput(f"the message of tag {tag} was to be received on a device, which this data plane does not reach")
 
     async def posted(self) -> None:
-        """Wait until what is sent to the receives that were begun so far has a place to go to, or the link is over.
+        """Wait until every receive begun so far has its destination ready, or the link is over.
 
-        A peer that is asked to send before that may take up the room of what others are to send, which then waits for this."""
-        await asyncio.sleep(0)  # every receive runs up to where it waits
+        A peer that is asked to send earlier than that may fill the room that other peers' bytes need, and those then wait for this
+        receive."""
+        await asyncio.sleep(0)  # lets every receive run up to its first wait
 
     @abstractmethod
     async def abort(self) -> None:
@@ -148,22 +149,22 @@ async def _told(move: Coroutine[Any, Any, None], moved: Callable[[], None]) -> N
 
 
 class Listener(ABC):
-    """A place where peers arrive."""
+    """An address at which peers arrive."""
 
     url: str
-    """Where to dial, with the port that was taken."""
+    """The address to dial, with the port that was taken."""
 
     @abstractmethod
     async def close(self) -> None:
-        """Take no more peers; those that are here stay. Idempotent."""
+        """Accept no more peers; those that are connected stay. Idempotent."""
 
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What both ends of a session know of it. ``where`` is the address that was dialled, at the end that dialled it.
+    """What both ends of a session know about it. ``where`` is the address that was dialled, known at the end that dialled it.
 
-    ``name`` and ``key`` follow from the session's keys: the one is said in plain, the other never. By ``tls`` and ``host`` the end that
-    dialled trusts the other one.
+    ``name`` and ``key`` are derived from the session's keys. The name is sent in the clear, the key is never sent. The end that
+    dialled checks the other one by ``tls`` and ``host``.
     """
 
     name: bytes
@@ -176,7 +177,7 @@ class Terms:
 
 
 class End(Protocol):
-    """This side's end of the data plane of one session, or of all of them."""
+    """This side's end of the data plane, of one session or of all of them."""
 
     @property
     def located(self) -> bytes:
@@ -189,7 +190,7 @@ class End(Protocol):
         """See ``Transport.link``."""
 
     async def leave(self) -> None:
-        """The session is over; its link was aborted. Idempotent."""
+        """End the session's part; its link has been aborted. Idempotent."""
 
 
 class Transport(ABC):
@@ -203,27 +204,27 @@ class Transport(ABC):
         return (self.scheme,)
 
     def end(self, plane: str, terms: Terms, generation: Callable[[], int]) -> End:
-        """This side's end of a session's data plane; ``generation`` says how often that was reset."""
+        """This side's end of a session's data plane; ``generation`` returns how often that was reset."""
         return self
 
     async def leave(self) -> None:
-        """A session is over; this is the end of all of them, and goes on."""
+        """A session is over. This end serves all sessions, so it stays."""
         return
 
     @abstractmethod
     async def listen(
         self, url: str, accept: Callable[[Channel], Awaitable[None]], *, tls: Tls | None = None, door: Door | None = None
     ) -> Listener:
-        """Run ``accept`` in a task of its own for each peer that arrives and says a word. Port 0 takes any free one.
+        """Run ``accept`` in a task of its own for each peer that arrives and sends something. Port 0 takes any free port.
 
-        ``door`` says which connections are let in, and ends those that prove nothing in time.
+        ``door`` decides which connections are let in, and ends those that prove nothing in time.
 
         :raises Unavailable: the address cannot be bound.
         """
 
     @abstractmethod
     async def dial(self, url: str, *, timeout_s: float, tls: Tls | None = None) -> Channel:
-        """Reach a listener.
+        """Connect to a listener.
 
         :raises Disconnected: nobody answers in time.
         """
@@ -231,24 +232,24 @@ class Transport(ABC):
     @property
     @abstractmethod
     def located(self) -> bytes:
-        """The address of this process's end of the data plane at the moment; empty until it is used."""
+        """The current address of this process's end of the data plane; empty until it is used."""
 
     @abstractmethod
     async def address(self) -> bytes:
-        """Where this process's end of the data plane is; a peer passes it to ``link``. At most 8 KiB. Makes it if there is none; when that
-        ends by itself, the next one is elsewhere.
+        """The address of this process's end of the data plane, at most 8 KiB; a peer passes it to ``link``. Creates the end if there is
+        none; when an end stops by itself, the next one has another address.
 
-        :raises Unavailable: it cannot be made.
+        :raises Unavailable: it cannot be created.
         """
 
     @abstractmethod
     async def link(self, address: bytes) -> Link:
         """The data plane to the peer that has this address.
 
-        :raises PeerFault: it is no address of this kind of transport.
+        :raises PeerFault: the address is not one of this kind of transport.
         :raises Disconnected: it cannot be reached.
         """
 
     @abstractmethod
     async def close(self) -> None:
-        """Let go of threads and memory; idempotent."""
+        """Release threads and memory; idempotent."""

@@ -1,6 +1,6 @@
 """Runs: the processes that tracked, their trainings, and what becomes of their states when they die.
 
-A training is a run whose ``process`` is another one. It lives and dies with that, and has no lease and no memory of its own.
+A training is a run whose ``process`` names another run. It lives and dies with that one, and has no lease and no memory of its own.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ _ELSEWHERE = exists().where(_replica.c.state_id == _state.c.id, _replica.c.tier.
 
 @dataclass(frozen=True, slots=True)
 class Recovered:
-    """A branch that was moved back from ``old``, whose bytes are gone, to ``new``; None: it was deleted, as nothing is left."""
+    """A branch that was moved back from ``old``, whose bytes are gone, to ``new``. None: the branch was deleted, since nothing is left."""
 
     branch: str
     old: str
@@ -68,10 +68,10 @@ class Recovered:
 
 
 def start(session: Session, run: Run) -> None:
-    """Record that a process or a training begins; secrets in its command line and configuration are masked (see ``masking``).
+    """Record that a process or a training begins. Secrets in its command line and configuration are masked (see ``masking``).
 
     :raises Conflict: its uid was used before.
-    :raises NotFound: it is of a process that there is not.
+    :raises NotFound: the process that it names does not exist.
     """
     if session.execute(select(_run.c.id).where(_run.c.uid == run.uid)).first():
         raise Conflict(f"run {run.uid} was recorded before: every run needs a uid of its own")
@@ -99,10 +99,10 @@ def start(session: Session, run: Run) -> None:
 
 
 def finish(session: Session, uid: str, finished_at: datetime | None = None, *, volatile: Collection[str] = ()) -> list[Waiting]:
-    """Record that a process with all its trainings, or a training, is over, by default now; a run that has finished keeps its time.
+    """Record that a training is over, or a process with all its trainings, by default now. A run that has already finished keeps its time.
 
-    Its ``volatile`` tiers are gone with it: states that wait for parts of others, and whose part it had there, can never be whole. They are
-    removed, and returned.
+    The ``volatile`` tiers of the process are gone with it. States that still wait for parts, and had a part in those tiers, can never be
+    complete: they are removed, and returned.
 
     :raises NotFound: there is no such run.
     """
@@ -114,7 +114,7 @@ def finish(session: Session, uid: str, finished_at: datetime | None = None, *, v
 
 
 def note(session: Session, uid: str, facts: Mapping[str, Value]) -> None:
-    """Add to what a run's record says that nobody chose; each name begins with ``OURS``. No run, nothing to add to."""
+    """Add settings that nobody chose to a run's record; each name begins with ``OURS``. Does nothing if there is no such run."""
     found = session.execute(select(_run.c.config).where(_run.c.uid == uid).with_for_update()).scalar()
     if found is not None and facts:
         session.execute(update(_run).where(_run.c.uid == uid).values(config={**found, **facts}))
@@ -133,12 +133,12 @@ def get(session: Session, uid: str) -> Run:
 
 
 def by_ids(session: Session, ids: Collection[int]) -> dict[int, Run]:
-    """Runs by their row ids; what is none is left out."""
+    """Runs by their row ids; ids without a run are left out."""
     return _by_id(session, select(_run).where(_run.c.id.in_(ids), _OURS))
 
 
 def branches_of(session: Session, uids: Collection[str]) -> dict[str, list[str]]:
-    """The branches whose newest state each of these runs captured, by name."""
+    """The names of the branches whose newest state each of these runs captured, by the run's uid."""
     found: dict[str, list[str]] = {}
     for name, uid in session.execute(_CAPTURED_HEADS, {"runs": list(uids)}):
         found.setdefault(uid, []).append(name)
@@ -146,12 +146,13 @@ def branches_of(session: Session, uids: Collection[str]) -> dict[str, list[str]]
 
 
 def died(session: Session, uids: Collection[str]) -> dict[str, datetime]:
-    """When processes were found dead, by uid; those of these that never were are left out."""
+    """When each of these processes was found dead, by uid; the others are left out."""
     return {uid: from_us(at) for uid, at in session.execute(_FOUND_DEAD, {"runs": list(uids)})}
 
 
 def listing(session: Session, *, limit: int, after: str | None = None) -> tuple[list[Run], str | None]:
-    """Runs, the last begun first; and the uid to go on ``after``, None when there are no more. A process counts where it has no trainings.
+    """Runs, the last begun first, and the uid to continue ``after`` (None when there are no more). A process is listed if it has no
+    trainings.
 
     :raises NotFound: ``after`` is no run.
     """
@@ -166,12 +167,12 @@ def listing(session: Session, *, limit: int, after: str | None = None) -> tuple[
 
 
 def of_job(job: str, rank: int, size: int) -> dict[str, Value]:
-    """What the runs of a training of several ranks say of it: one of each rank, of which people see that of rank 0."""
+    """What each run of a training of several ranks records of it. There is one run for each rank; people see only that of rank 0."""
     return {f"{OURS}job": job, _RANK: rank, f"{OURS}ranks": size}
 
 
 def of_ranks(session: Session, uid: str, ranks: Collection[int]) -> dict[int, Run]:
-    """The runs of these ranks of the job that captures a state, whole or not, by rank; those that tracked."""
+    """The runs of these ranks in the job that captures a state, complete or not, by rank; only ranks that tracked."""
     told = select(_part.c.run_id).where(_part.c.state_uid == uid, _part.c.run_id.is_not(None)).limit(1)
     job = session.execute(select(_run.c.config[f"{OURS}job"].as_string()).where(_run.c.id == told.scalar_subquery())).scalar()
     if job is None:
@@ -182,18 +183,18 @@ def of_ranks(session: Session, uid: str, ranks: Collection[int]) -> dict[int, Ru
 
 
 def counted() -> ColumnElement[bool]:
-    """What people take for a run: a training, once for all its ranks; or a process without one."""
+    """The condition for what people call a run: a training, counted once for all its ranks, or a process without a training."""
     rank = _run.c.config[_RANK].as_integer()
     return and_(_OURS, or_(rank.is_(None), rank == 0), or_(_run.c.process.is_not(None), ~exists().where(_training.c.process == _run.c.uid)))
 
 
 def unfinished(session: Session) -> list[Run]:
-    """The processes that never said that they finished, oldest first: alive, or dead."""
+    """The processes that never recorded that they finished, oldest first: they are alive, or died."""
     return _runs(session, select(_run).where(_run.c.finished_at.is_(None), _run.c.process.is_(None)).order_by(_run.c.id))
 
 
 def in_memory(session: Session, uid: str, *, volatile: Collection[str]) -> dict[str, str]:
-    """The states of one part that a process captured or cloned, and that are in memory only as far as the lineage knows: uids with digests.
+    """The states of one part that a process captured or cloned and that, as far as the lineage knows, only memory holds: uids with digests.
 
     ``volatile`` are the tiers that are lost with a process.
     """
@@ -204,8 +205,8 @@ def in_memory(session: Session, uid: str, *, volatile: Collection[str]) -> dict[
 
 
 def parts_in_memory(session: Session, uid: str, *, volatile: Collection[str]) -> dict[tuple[str, int], str]:
-    """The parts of whole states of several that a process told, or that it cloned, and that are in memory only as far as the lineage knows:
-    uid and rank, each with the digest of the part.
+    """The parts of complete states of several parts that a process reported or cloned and that, as far as the lineage knows, only memory
+    holds: uid and rank, each with the digest of the part.
     """
     uids = _with_trainings(session, [uid])
     told = or_(_run.c.uid.in_(uids), _state.c.id.in_(_cloned(uids)))
@@ -222,12 +223,12 @@ def parts_in_memory(session: Session, uid: str, *, volatile: Collection[str]) ->
 
 
 def recover(session: Session, dead: Iterable[str], *, volatile: Collection[str]) -> list[Recovered]:
-    """Settle what runs left behind whose process died, and with it what was in its ``volatile`` tiers.
+    """Settle what the runs of dead processes left behind: whatever was in their ``volatile`` tiers is gone.
 
-    States that wait for parts of others beside those of such a run are removed. States that nobody else holds, or of which a part is not
-    held any more, become ``lost``; their runs finish now, and say that they died. Then each branch, of any run, whose
-    head's bytes are gone moves back to its newest restorable first parent; a branch that has none is deleted, and its
-    reflog says where it was: a name that nothing can be restored from would only keep the next run from beginning.
+    States that still wait for parts beside those of such a run are removed. States that no other process holds, or of which some part is
+    no longer held, become ``lost``. The runs finish now, and their records say that they died. Then each branch, of any run, whose head's
+    bytes are gone moves back to its newest restorable first parent. A branch that has none is deleted, since a name from which nothing can
+    be restored would only prevent the next run from starting; the reflog says where it was.
     """
     for uid in sorted(set(dead)):
         note(session, uid, {DIED: True})
@@ -239,16 +240,16 @@ def recover(session: Session, dead: Iterable[str], *, volatile: Collection[str])
 
 
 def _lose(session: Session, runs: list[str], volatile: Collection[str]) -> None:
-    """Mark states as lost: what was in memory was in the memory of the process, so each replica there is gone.
+    """Mark states as lost. What was in memory was in the memory of these processes, so each replica there is gone.
 
-    A state that a living process has cloned on the same database is still in that one's memory. (A replica that names no process is
-    that of the run which captured the state.)
+    A state that a living process cloned on the same database is still in the memory of that process. (A replica that names no process
+    belongs to the run that captured the state.)
     """
     theirs = union(_captured(runs), _cloned(runs), _shared(runs))
     held = _state.c.id.in_(theirs)
     session.execute(
         select(_state.c.id).where(held).order_by(_state.c.id).with_for_update(of=_state, key_share=True)
-    )  # in id order, as everyone
+    )  # in id order, as every writer does
     places = [holder(row.host, row.uid) for row in session.execute(select(_run.c.host, _run.c.uid).where(_run.c.uid.in_(runs)))]
     of_captured = _replica.c.state_id.in_(_captured(runs)) & _replica.c.node.not_like("%" + holder("", "") + "%")
     of_runs = _replica.c.state_id.in_(theirs) & _replica.c.node.in_(places)
@@ -257,7 +258,7 @@ def _lose(session: Session, runs: list[str], volatile: Collection[str]) -> None:
 
 
 def _with_trainings(session: Session, uids: Sequence[str]) -> list[str]:
-    """The processes among these runs with all that they trained."""
+    """These runs, with all trainings of the processes among them."""
     return [*uids, *session.execute(select(_run.c.uid).where(_run.c.process.in_(uids)).order_by(_run.c.id)).scalars()]
 
 
@@ -270,7 +271,7 @@ def _cloned(runs: list[str]) -> Select[tuple[int]]:
 
 
 def _shared(runs: list[str]) -> Select[tuple[int]]:
-    """The states of several parts of which these runs told one."""
+    """The states of several parts of which these runs reported one."""
     told = select(_state.c.id).join_from(_part, _run, _run.c.id == _part.c.run_id).join(_state, _state.c.uid == _part.c.state_uid)
     return told.where(_run.c.uid.in_(runs))
 
@@ -319,7 +320,7 @@ def _to_run(row: Any, chosen: Mapping[str, Value]) -> Run:
         host=row.host,
         user=row.user,
         pid=row.pid,
-        argv=tuple(map(storable, masking.arguments(row.argv))),  # of a version that did neither, too
+        argv=tuple(map(storable, masking.arguments(row.argv))),  # again, for records of a version that did neither
         git_commit=row.git_commit,
         git_dirty=row.git_dirty,
         config={**chosen, **_shown(row.config)},
@@ -332,7 +333,7 @@ def _to_run(row: Any, chosen: Mapping[str, Value]) -> Run:
 
 
 def _shown(config: Mapping[str, Value]) -> dict[str, Value]:
-    """The record without secrets; what we note ourselves, such as folders, stays as it is: recovery compares it."""
+    """The record without secrets. Settings that we add ourselves, such as folders, stay as they are: recovery compares them."""
     return masking.named(config) | {key: value for key, value in config.items() if key.startswith(OURS)}
 
 
