@@ -17,7 +17,7 @@ _HOMES = {"Client": "client", "Scope": "routing", "WebServer": "serve", "create_
 
 
 def __getattr__(name: str) -> object:
-    """Import a public name when it is first used: the server does without httpx, the client without FastAPI and torch."""
+    """Import a public name when it is first used, so that the server needs no httpx, and the client neither FastAPI nor torch."""
     if name in _HOMES:
         return getattr(import_module(f".{_HOMES[name]}", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""What trainings in the server's own process capture and write, as Prometheus reads it."""
+"""What trainings in the server's own process capture and write, in Prometheus' text format."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["activity_lines"]
 
 
 def activity_lines(activities: Mapping[str, Activity]) -> Iterator[str]:
-    """All of it, by the names of repositories."""
+    """The lines of every counter and timing, labelled by the repository's name."""
     for counter in COUNTERS:
         samples = [({"repository": repository}, counter.of(activity)) for repository, activity in activities.items()]
         yield from family(f"datastates_{counter.name.replace('.', '_')}_total", "counter", counter.said, samples)

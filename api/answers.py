@@ -1,4 +1,4 @@
-"""A server's answers as our values and our errors."""
+"""Turns a server's answers into our values and our errors."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _BY_STATUS: dict[int, type[DatastatesError]] = {
 def parsed(response: httpx.Response, type_: type[T]) -> T:
     """The body of an answer.
 
-    :raises PeerFault: it is something else: another program answers there, or another version.
+    :raises PeerFault: it is something else: another program or another version answers there.
     """
     try:
         return msgspec.convert(_with_nan(msgspec.json.decode(response.content)), type_, str_keys=True)  # JSON has no other keys
@@ -41,9 +41,9 @@ def parsed(response: httpx.Response, type_: type[T]) -> T:
 
 
 def checked(response: httpx.Response) -> httpx.Response:
-    """The answer itself.
+    """The answer itself, unless it is a refusal.
 
-    :raises DatastatesError: it is a refusal; the error that the server had, by its kind.
+    :raises DatastatesError: it is one; the error that the server had, by its kind.
     """
     if response.is_success or response.status_code == 304:
         return response
@@ -52,7 +52,7 @@ def checked(response: httpx.Response) -> httpx.Response:
 
 
 def error_of(response: httpx.Response) -> DatastatesError:
-    """The error that a refusal tells. Its body was read."""
+    """The error that a refusal describes. Its body has been read."""
     problem: Any = None
     if "json" in response.headers.get("content-type", ""):
         try:
@@ -63,7 +63,7 @@ def error_of(response: httpx.Response) -> DatastatesError:
     said = str(problem.get("detail") or f"{response.url} answered {response.status_code} {response.reason_phrase}")
     type_ = _KINDS.get(str(problem.get("kind"))) or _BY_STATUS.get(response.status_code, DatastatesError)
     error = type_.__new__(type_, said)
-    Exception.__init__(error, said)  # the message is whole: who raised it there has put it together
+    Exception.__init__(error, said)  # the message is complete: the server has already composed it
     if isinstance(error, SyntaxProblem):
         error.text, error.column, error.expected = (
             str(problem.get("text", "")),
@@ -78,14 +78,14 @@ def error_of(response: httpx.Response) -> DatastatesError:
 
 
 def disconnected(where: str, error: Exception) -> Disconnected:
-    """The error for no answer at all."""
+    """The error for getting no answer at all."""
     return Disconnected(
         f"{where} does not answer ({str(error) or type(error).__name__}): start it with 'datastates serve', or check the address"
     )
 
 
 def _with_nan(value: Any) -> Any:
-    """Put back NaN, which JSON does not have: such metrics came as null."""
+    """Restore NaN, which JSON lacks: such metrics were sent as null."""
     if isinstance(value, list):
         for item in value:
             _with_nan(item)

@@ -1,4 +1,4 @@
-"""The web application: middleware, routes and the page, put together."""
+"""The web application: assembles middleware, routes and the page."""
 
 from __future__ import annotations
 
@@ -51,14 +51,15 @@ def create_app(
     prefix: str = "",
     cors: Sequence[str] = (),
 ) -> FastAPI:
-    """The application that serves repositories by name. It closes none of them.
+    """The application that serves repositories by name. It does not close them.
 
     :param repositories: what is served, by name.
-    :param tokens: each token and its scope; without any everybody may read, and nobody write.
-    :param allowed_hosts: names that the server goes by, beside those of the loopback.
-    :param prefix: the path below which a proxy serves it.
-    :param cors: origins whose pages may ask.
-    :raises InvalidInput: every page of the web might ask (``*``), and no token is needed; or a token cannot be sent, or can be guessed.
+    :param tokens: each token and its scope; without any, everybody may read and nobody may write.
+    :param allowed_hosts: host names that the server answers to, beside those of the loopback.
+    :param prefix: the path under which a proxy serves it.
+    :param cors: origins whose pages may send requests.
+    :raises InvalidInput: every page of the web might send requests (``*``) and no token is needed; or a token cannot be sent, or can be
+        guessed.
     """
     if "*" in cors and not tokens:
         raise InvalidInput("--cors '*' lets every page that anybody here has open read everything: name the origins, or give tokens")
@@ -86,11 +87,11 @@ def create_app(
         stats,
         events,
     ):
-        app.router.routes.extend(noun.routes.router.routes)  # include_router makes each anew when first asked: 0.2 s an application
+        app.router.routes.extend(noun.routes.router.routes)  # include_router makes each anew at the first request: 0.2 s
     app.router.routes.extend(service.root.router.routes)
     page.install(app)
     problems.install(app)
-    app.openapi = lambda: document(app)  # type: ignore[method-assign]  # as FastAPI's manual has it
+    app.openapi = lambda: document(app)  # type: ignore[method-assign]  # as FastAPI's manual does it
     app.add_middleware(Gatekeeper, tokens=Tokens(tokens or {}), hosts=hosts, origins=Origins(hosts, cors), prefix=prefix.rstrip("/"))
     app.add_middleware(Shield)
     app.add_middleware(Metered, meter=app.state.meter)

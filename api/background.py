@@ -1,4 +1,4 @@
-"""Work beside requests: a named thread, of which there is at most one a task, and which leaves the processor to requests."""
+"""Work beside requests: named threads, at most one for each task, that leave the processor to requests."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from datastates.system.bell import Latch
 __all__ = ["SHARE", "Background"]
 
 SHARE = 0.05
-"""How much of the time work in the background may take."""
+"""The share of the time that work in the background may take."""
 
-_SLICE_S = 0.002  # requests wait so long for the interpreter at most
+_SLICE_S = 0.002  # the longest that a request waits for the interpreter
 _logger = logging.getLogger(__name__)
 
 
 class Background:
-    """Runs a task on a thread of its own, when asked and not running already. Threads: any. ``close`` ends it early."""
+    """Runs a task on a thread of its own when asked, unless it is already running. Any thread may use it. ``close`` ends it early."""
 
     def __init__(self, name: str) -> None:
         self._name = f"datastates-{name}"
@@ -29,7 +29,7 @@ class Background:
         self._threads: dict[object, threading.Thread] = {}
 
     def start(self, task: object, work: Callable[[], None]) -> bool:
-        """Begin unless this ``task`` is under way; whether it was begun."""
+        """Begin ``work`` unless this ``task`` is under way; returns whether it was begun."""
         with self._lock:
             if task in self._threads or self._closing.is_set():
                 return False
@@ -39,11 +39,11 @@ class Background:
         return True
 
     def is_running(self, task: object) -> bool:
-        """Whether the work is under way."""
+        """Whether the task is under way."""
         return task in self._threads
 
     def pacer(self) -> Callable[[], None]:
-        """A function to be called often by work in Python: it rests, so that the work takes ``SHARE`` of the time.
+        """A function that work in Python calls often: it sleeps so that the work takes ``SHARE`` of the time.
 
         :raises Closed: ``close`` was called.
         """
@@ -61,12 +61,12 @@ class Background:
         return pause
 
     def join(self) -> None:
-        """Wait for what is under way."""
+        """Wait until the work under way has ended."""
         for thread in list(self._threads.values()):
             thread.join()
 
     def close(self) -> None:
-        """Idempotent; what is under way ends at its next pause."""
+        """Stop; work under way ends at its next pause. Idempotent."""
         self._closing.set()
         self.join()
 
@@ -75,9 +75,9 @@ class Background:
             work()
         except Closed:
             pass
-        except Unavailable as error:  # the database is away: whoever asks again tries again
+        except Unavailable as error:  # the database does not answer: the next caller tries again
             _logger.warning("%s failed: %s", self._name, error)
-        except Exception:  # the work may be any: nobody waits for it, and whoever asks again tries again
+        except Exception:  # the work may raise anything: nobody waits for it, and the next caller tries again
             _logger.exception("%s failed", self._name)
         finally:
             with self._lock:

@@ -1,4 +1,4 @@
-"""A typed client of the web API: what it returns are the values of ``models`` and of the lineage, what it raises are our errors.
+"""A typed client of the web API. It returns the values of ``models`` and of the lineage, and raises our errors.
 
 with Client("http://127.0.0.1:8642", token="…") as client:
     for state in client.find("metrics.loss < 0.2 order by metrics.loss"):
@@ -68,10 +68,11 @@ _PAGE = 500
 class Client:
     """A client of a ``datastates serve`` server. Safe from any thread; a context manager.
 
-    ``repository`` is one of ``repositories()``; without it the server's only one. Wherever a revision stands a ``State`` may too.
+    ``repository`` is one of ``repositories()``; it may be left out where the server has only one. Every method that takes a revision also
+    takes a ``State``.
 
     :raises Disconnected: (every method) the server does not answer.
-    :raises Unauthorized: (every method) it wants a token, or one that may do more.
+    :raises Unauthorized: (every method) the server requires a token, or one with a wider scope.
     """
 
     def __init__(self, url: str, *, token: str | None = None, repository: str | None = None, timeout_s: float = 30.0) -> None:
@@ -87,12 +88,12 @@ class Client:
     # --- the server ----------------------------------------------------------------------------------------------------------
 
     def repositories(self) -> tuple[RepositoryInfo, ...]:
-        """The repositories that are served, and what the client may do there."""
+        """The repositories that the server serves, and what the client may do in each."""
         return self._ask("GET", "/api/v1/repositories", Page[RepositoryInfo]).items
 
     @property
     def repository(self) -> str:
-        """The name of the repository that everything below is asked of.
+        """The name of the repository that all methods below address.
 
         :raises InvalidInput: there are several, and none was chosen.
         """
@@ -120,7 +121,7 @@ class Client:
         """The state that a revision names.
 
         :raises NotFound: it names none.
-        :raises SyntaxProblem: it does not parse; has the column.
+        :raises SyntaxProblem: the revision does not parse; the error has the column.
         """
         return self._get("/resolve", State, {"rev": values.revision(rev)})
 
@@ -129,26 +130,26 @@ class Client:
         return self._get(f"/states/{self._uid(rev)}", StateDetail)
 
     def find(self, query: str = "", *, limit: int | None = None) -> Iterator[State]:
-        """The states that a query asks for, in its order; at most ``limit``. Reads page by page as it is iterated.
+        """The states that a query finds, in its order, at most ``limit``. Reads page by page while it is iterated.
 
-        :raises SyntaxProblem: it does not parse; has the column.
+        :raises SyntaxProblem: the query does not parse; the error has the column.
         """
         return self._pages("/states", State, {"q": query}, limit)
 
     def log(self, rev: str | State = "main", *, limit: int | None = None) -> Iterator[State]:
-        """A state and its first parents, newest first; page by page."""
+        """A state and its first parents, newest first; read page by page."""
         return self._pages(f"/states/{self._uid(rev)}/log", State, {}, limit)
 
     def tensors(self, rev: str | State, *, norms: bool = False) -> tuple[TensorInfo, ...]:
-        """The tensors of a state; their norms cost the server a reading of every byte, once."""
+        """The tensors of a state. With ``norms`` the server reads every byte once to compute them."""
         return self._get(f"/states/{self._uid(rev)}/tensors", Page[TensorInfo], {"norms": norms}).items
 
     def annotate(self, rev: str | State, /, **attributes: Value) -> State:
-        """Set attributes of a state; None takes one away."""
+        """Set attributes of a state; None removes one."""
         return self._change("PATCH", f"/states/{self._uid(rev)}/attributes", State, {"attributes": attributes})
 
     def evict(self, rev: str | State, *, force: bool = False) -> Evicted:
-        """Drop the bytes of a state on the server; it stays in the lineage. ``force`` even when a ref names it.
+        """Drop the bytes of a state on the server; the state stays in the lineage. With ``force`` also when a ref names it.
 
         :raises Conflict: a ref names it.
         """
@@ -157,16 +158,16 @@ class Client:
     def download(
         self, rev: str | State, path: str | os.PathLike[str], *, only: str | Sequence[str] | None = None, patience_s: float = 30.0
     ) -> Path:
-        """Write the tensors of a state to a safetensors file. It is whole and verified, or not there.
+        """Write the tensors of a state to a safetensors file. The file is either complete and verified, or not there.
 
-        Interrupted and called again, it goes on where it stopped.
+        When an interrupted download is called again, it continues where it stopped.
 
         :param rev: the state.
         :param path: the file.
         :param only: names, or patterns of paths, of the tensors; None: all.
-        :param patience_s: how long it waits for a server that went away.
-        :raises Conflict: somebody else is downloading to the same path.
-        :raises Corrupt: what arrives is not what was sent, or the server found damage.
+        :param patience_s: how long to wait for a server that went away.
+        :raises Conflict: another download to the same path is under way.
+        :raises Corrupt: the bytes that arrive differ from those that were sent, or the server found damage.
         """
         uid = self._uid(rev)
         params = {} if only is None else {"only": [only] if isinstance(only, str) else list(only)}
@@ -179,57 +180,57 @@ class Client:
         return self._get("/refs", Page[Ref], {} if kind is None else {"kind": str(kind)}).items
 
     def ref(self, name: str) -> Ref:
-        """One of them.
+        """One branch or tag.
 
         :raises NotFound: there is no such name.
         """
         return self._get(f"/refs/{quote(name)}", Ref)
 
     def tag(self, name: str, rev: str | State, *, message: str | None = None) -> Ref:
-        """Name a state for good.
+        """Give a state a permanent name.
 
         :raises Conflict: the name is taken.
         """
         return self._make(RefKind.TAG, name, rev, message)
 
     def branch(self, name: str, rev: str | State) -> Ref:
-        """Make a branch at a state.
+        """Create a branch at a state.
 
         :raises Conflict: the name is taken.
         """
         return self._make(RefKind.BRANCH, name, rev, None)
 
     def move(self, name: str, rev: str | State, *, expected: Ref) -> Ref:
-        """Point a ref at another state, if it still is as ``expected``.
+        """Point a ref at another state, provided that it still is as ``expected``.
 
         :raises Conflict: it moved meanwhile.
         """
         return self._change("PATCH", f"/refs/{quote(name)}", Ref, {"rev": values.revision(rev)}, {"If-Match": f'"{expected.version}"'})
 
     def delete_ref(self, ref: Ref) -> None:
-        """Take a name away, if it still is as it was seen; its reflog stays.
+        """Delete a name, provided that its ref still is as ``ref`` says; its reflog stays.
 
         :raises Conflict: it moved meanwhile.
         """
         self._send("DELETE", self._at(f"/refs/{quote(ref.name)}"), headers={"If-Match": f'"{ref.version}"'})
 
     def reflog(self, name: str, *, limit: int | None = None) -> Iterator[RefEvent]:
-        """The moves of a ref, newest first, even of one that was deleted; page by page."""
+        """The moves of a ref, newest first, even of a deleted one; read page by page."""
         return self._pages(f"/reflog/{quote(name)}", RefEvent, {}, limit)
 
     # --- notes ---------------------------------------------------------------------------------------------------------------
 
     def notes(self, state: str | State | None = None, *, branch: str | None = None, limit: int | None = None) -> Iterator[Note]:
-        """The notes on a state, on a branch, or on anything, newest first; page by page."""
+        """The notes on a state, on a branch, or on anything, newest first; read page by page."""
         named = {"state": None if state is None else self._uid(state), "branch": branch}
         return self._pages("/notes", Note, {key: value for key, value in named.items() if value is not None}, limit)
 
     def write_note(self, text: str, *, state: str | State | None = None, branch: str | None = None, author: str = "") -> Note:
-        """Note something of a state or of a branch, in Markdown.
+        """Write a note on a state or a branch, in Markdown.
 
         :param text: at most 16,384 characters.
         :param state: a revision; the note stays with that state.
-        :param branch: a branch; it has its notes by its name.
+        :param branch: a branch; the note belongs to the branch's name.
         :param author: who wrote it.
         """
         body = {"text": text, "state": None if state is None else self._uid(state), "branch": branch, "author": author}
@@ -243,26 +244,26 @@ class Client:
         """Delete a note for good."""
         self._send("DELETE", self._at(f"/notes/{note.uid}"))
 
-    # --- the whole -----------------------------------------------------------------------------------------------------------
+    # --- the whole repository ------------------------------------------------------------------------------------------------
 
     def runs(self, *, limit: int | None = None) -> Iterator[RunInfo]:
-        """The trainings, the last begun first; page by page."""
+        """The trainings, the last begun first; read page by page."""
         return self._pages("/runs", RunInfo, {}, limit)
 
     def run(self, uid: str) -> RunInfo:
-        """One of them."""
+        """One training, by its uid."""
         return self._get(f"/runs/{quote(uid, safe='')}", RunInfo)
 
     def incomplete(self, *, limit: int = 50) -> Incomplete:
-        """The states of several ranks that wait for parts of some of them, and at most ``limit`` of those that were given up."""
+        """The states of several ranks that still wait for parts of some of them, and at most ``limit`` of those that were given up."""
         return self._get("/incomplete", Incomplete, {"limit": limit})
 
     def branches(self, query: str = "", *, limit: int = 50, **asked: str) -> Branches:
-        """The branches at a glance: a page of at most ``limit``.
+        """A summary of each branch: one page of at most ``limit``.
 
         :param query: a condition, which must hold of a branch's newest state.
         :param asked: ``name``, ``metric``, ``direction``, ``sort``, ``group`` and ``after``, as in the API.
-        :raises SyntaxProblem: the query does not parse; has the column.
+        :raises SyntaxProblem: the query does not parse; the error has the column.
         """
         return self._get("/branches", Branches, {"q": query, "limit": limit, **asked})
 
@@ -278,7 +279,7 @@ class Client:
         return self._get("/graph", GraphPage, params if around is None else params | {"around": self._uid(around)})
 
     def graph_overview(self, *heads: str | State, fold: bool = False) -> Overview:
-        """The whole of a graph in small: where each branch stands in it.
+        """An overview of a whole graph: where each branch stands in it.
 
         :param heads: the revisions; none: every branch and tag.
         :param fold: whether states that only follow one another share a row.
@@ -292,7 +293,7 @@ class Client:
 
         :param heads: the revisions.
         :param keys: the metrics.
-        :param points: what each curve is thinned to.
+        :param points: the number of points to which each curve is thinned.
         :param asked: ``shape``, ``x`` and ``group``, as in the API.
         """
         params: dict[str, Any] = {"head": values.revisions(heads), "key": keys, **asked}
@@ -301,45 +302,45 @@ class Client:
     def diff(
         self, old: str | State, new: str | State, *, only: str | Sequence[str] | None = None, tensors: bool = True, stat: bool = False
     ) -> Diff:
-        """What changed between two states; its ``lacking`` says why tensors could not be compared, if they could not.
+        """What changed between two states. If tensors could not be compared, ``lacking`` of the result says why.
 
-        :param old: the state from which changes count.
-        :param new: the state to which they lead.
+        :param old: the state to compare from.
+        :param new: the state to compare to.
         :param only: which tensors are compared.
         :param tensors: False compares everything else; the server then reads no payload.
         :param stat: compare tensors by their manifests alone, which reads no payload either.
         """
-        from datastates.algebra.diff import Diff  # knows torch, which takes a while to import
+        from datastates.algebra.diff import Diff  # imports torch, which takes a while
 
         params: dict[str, Any] = {"old": values.revision(old), "new": values.revision(new), "tensors": tensors, "stat": stat}
         return self._get("/diff", Diff, params if only is None else params | {"only": only})
 
     def compare(self, revs: Sequence[str | State]) -> Comparison:
-        """States beside each other: configuration, metrics, attributes, code, and where each can be restored; at most 32 of them."""
+        """A comparison of at most 32 states: configuration, metrics, attributes, code, and where each can be restored."""
         return self._get("/comparison", Comparison, {"rev": values.revisions(revs)})
 
     def parallels(self, query: str = "", *, name: str = "", taken: str = "best", limit: int = 1000) -> Parallels:
-        """Branches by their settings and metrics, an axis each.
+        """Branches by their settings and metrics, one axis for each.
 
         :param query: a condition, as of ``find``; it must hold of a branch's newest state.
-        :param name: a part of the names that are wanted.
-        :param taken: which value of a metric stands for a branch: ``best`` or ``last``.
-        :param limit: at most so many branches.
-        :raises SyntaxProblem: the query does not parse; has the column.
+        :param name: a part of the names of the branches.
+        :param taken: which value of a metric represents a branch: ``best`` or ``last``.
+        :param limit: the most branches to return.
+        :raises SyntaxProblem: the query does not parse; the error has the column.
         """
         return self._get("/parallels", Parallels, {"q": query, "name": name, "taken": taken, "limit": limit})
 
     def histogram(self, revs: str | State | Sequence[str | State], path: str, *, bins: int = 64, scale: str = "linear") -> Histogram:
-        """How the values of one tensor are spread in some states, over the same bins.
+        """How the values of one tensor are distributed in some states, over the same bins.
 
         :param revs: one state, or up to four of them.
-        :param path: the tensor, as ``diff`` and ``tensors`` say it.
-        :param bins: how many.
+        :param path: the tensor's path, as ``diff`` and ``tensors`` give it.
+        :param bins: how many bins.
         :param scale: ``linear``, or ``log``: bins are then equally wide in the logarithms of magnitudes.
-        :raises NotFound: a state has no such tensor; names close ones.
-        :raises InvalidInput: the server would have to read for longer than it may.
+        :raises NotFound: a state has no such tensor; the error names similar ones.
+        :raises InvalidInput: the server would have to read for longer than it is allowed to.
         """
-        from datastates.algebra.histogram import Histogram  # knows torch, which takes a while to import
+        from datastates.algebra.histogram import Histogram  # imports torch, which takes a while
 
         return self._get("/histogram", Histogram, {"rev": values.revisions(revs), "path": path, "bins": bins, "scale": scale})
 
@@ -353,24 +354,24 @@ class Client:
         """One study, with its variants as a tree.
 
         :param name: the study.
-        :param limit: at most so many variants.
+        :param limit: the most variants to return.
         :param asked: ``metric`` and ``direction``, as in the API.
-        :raises NotFound: there is none of this name.
+        :raises NotFound: there is no study of this name.
         """
         return self._get(f"/studies/{quote(name)}", StudyDetail, {"limit": limit, **asked})
 
     def merges(self, *, limit: int = 50, **asked: str) -> Merges:
-        """Soups and other merged states, the newest first: a page of at most ``limit``; ``asked`` are ``metric`` and ``after``."""
+        """Soups and other merged states, the newest first: one page of at most ``limit``. ``asked`` are ``metric`` and ``after``."""
         return self._get("/merges", Merges, {"limit": limit, **asked})
 
     def outlier_reports(self) -> tuple[Report, ...]:
-        """The reports on outliers that were kept, the newest first."""
+        """The reports on outliers that are stored, the newest first."""
         return self._get("/outliers", Page[Report]).items
 
     def outlier_report(self, id: int, *, after: int = 0, limit: int = 60) -> ReportDetail:
-        """One of them, with its samples of the ranks behind ``after``.
+        """One report, with its samples of the ranks after ``after``.
 
-        :raises NotFound: it is not there, or not any more.
+        :raises NotFound: there is no such report, or not any more.
         """
         return self._get(f"/outliers/{int(id)}", ReportDetail, {"after": after, "limit": limit})
 
@@ -381,26 +382,26 @@ class Client:
         """
         return self._send("GET", self._at(f"/outliers/{int(report)}/pictures/{int(index)}")).content
 
-    # --- what goes on --------------------------------------------------------------------------------------------------------
+    # --- what is going on ----------------------------------------------------------------------------------------------------
 
     def processes(self, *, limit: int = 100) -> Processes:
-        """The processes that track just now, and what their trainings captured last."""
+        """The processes that are tracking now, and what their trainings captured last."""
         return self._get("/processes", Processes, {"limit": limit})
 
     def storage(self) -> Storage:
-        """What each tier holds, and how much room is left where the server is."""
+        """What each tier holds, and how much room is left on the server."""
         return self._get("/storage", Storage)
 
     def forecast(self, *, limit: int = 50) -> Forecast:
-        """What retention would drop there if it were applied now: the first of it, at most ``limit``. Nothing is dropped."""
+        """What retention would drop on the server if it were applied now: at most the first ``limit`` states. Nothing is dropped."""
         return self._get("/retention", Forecast, {"limit": limit})
 
     def clones(self, *, limit: int | None = None) -> Iterator[CloneInfo]:
-        """The states that came from other processes, the newest first; page by page."""
+        """The states that came from other processes, the newest first; read page by page."""
         return self._pages("/clones", CloneInfo, {}, limit)
 
     def servers(self) -> tuple[ServerInfo, ...]:
-        """Where the process that answers serves the repository, and who is connected."""
+        """Where the answering process serves the repository, and who is connected."""
         return self._get("/servers", Page[ServerInfo]).items
 
     def stats(self) -> Stats:
@@ -408,12 +409,12 @@ class Client:
         return self._get("/stats", Stats)
 
     def events(self, after: int | None = None, *, patience_s: float = 60.0) -> RefEvents:
-        """Events of all refs as they happen: after the id of an event (0: from the first on), or from now on.
+        """Events of all refs as they happen: those after the id of an event (0: from the first on), or those from now on.
 
-        The iterator connects at once, and again whenever the server went away, for as long as ``patience_s``; no event is missed or
-        comes twice. Close it, or use ``with``.
+        The iterator connects at once. When the server goes away it reconnects, for as long as ``patience_s``; no event is missed or comes
+        twice. Close it, or use ``with``.
 
-        :raises Disconnected: the server stayed away for longer.
+        :raises Disconnected: the server stayed away for longer than that.
         """
         return RefEvents(self._http, self._at("/events"), after, patience_s=patience_s)
 

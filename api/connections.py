@@ -1,8 +1,8 @@
-"""One connection of a browser or a program: let in or not, and ended when it does not go on.
+"""One connection of a browser or a program: admitted or refused, and ended when it makes no progress.
 
-A connection has a place in the server's ``Admission`` from ``accept`` on (see ``listening``). It holds it while a request is answered
-that ``Gatekeeper`` let in; before and between requests it gives way to others. A client that does not send a whole request, or does
-not take an answer, is let go.
+A connection has a place in the server's ``Admission`` from ``accept`` on (see ``listening``). It keeps the place while a request that
+``Gatekeeper`` let in is answered; before that and between requests it gives way to others. A client that does not send a whole request,
+or does not take an answer, is disconnected.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ if TYPE_CHECKING:
 __all__ = ["PLACE", "Connection", "limits"]
 
 PLACE = "datastates.place"
-"""In a request's ``state``: the place of its connection, to be held."""
+"""The key in a request's ``state`` for the place of its connection, which ``Gatekeeper`` holds."""
 
 REQUEST_S = 10.0
-"""From the connection, or from the first byte of a further request, to the last byte of the request."""
+"""The time for a whole request: from the connection, or the first byte of a further request, to the request's last byte."""
 
 ANSWER_S = 30.0
-"""Of an answer that waits to be taken some must leave in so long."""
+"""The time within which some bytes of an answer that waits to be taken must leave."""
 
 _logger = logging.getLogger(__name__)
-_logger.setLevel(logging.ERROR)  # of what strangers send, nothing is told: that would fill a disk
+_logger.setLevel(logging.ERROR)  # nothing is logged of what strangers send: that would fill a disk
 
 
 def limits() -> Limits:
@@ -40,7 +40,7 @@ def limits() -> Limits:
 
 
 class Connection(H11Protocol):
-    """Runs on the server's loop, from when the head of its first request is there: until then it is an ``arrival``."""
+    """Runs on the server's loop once the head of its first request is there; until then the connection is an ``arrival``."""
 
     def __init__(self, *args: Any, arrival: Arrival, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -50,8 +50,8 @@ class Connection(H11Protocol):
         self._request_timer: asyncio.TimerHandle | None = None
         self._answer_timer: asyncio.TimerHandle | None = None
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # uvicorn's own says so too
-        """The request must come in what is left of the time."""
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as in uvicorn's own
+        """Give the request the time that is left."""
         super().connection_made(transport)
         self._await_request(self._arrival.due)
 
@@ -65,7 +65,7 @@ class Connection(H11Protocol):
         self._place.release()
 
     def data_received(self, data: bytes) -> None:
-        """Take part of a request; what comes after the connection was given up is not looked at."""
+        """Take in part of a request; data that comes after the connection was given up is ignored."""
         if self.transport.is_closing():
             return
         if self._request_timer is None and self._is_idle():
@@ -73,7 +73,7 @@ class Connection(H11Protocol):
         super().data_received(data)
 
     def handle_events(self) -> None:
-        """Stop waiting for a request once it is whole."""
+        """Stop waiting for a request once it is complete."""
         super().handle_events()
         if self._is_idle():
             return
@@ -84,13 +84,13 @@ class Connection(H11Protocol):
             self._await_request()
 
     def on_response_complete(self) -> None:
-        """The next may have the place, until the next request."""
+        """Let other connections have the place until the next request."""
         self._place.loosen()
         super().on_response_complete()
         self._await_taking()
 
     def pause_writing(self) -> None:
-        """The other side takes no more: not for ever."""
+        """Begin to time the other side, which takes no more bytes for now."""
         super().pause_writing()
         self._await_taking()
 
@@ -106,7 +106,7 @@ class Connection(H11Protocol):
             self._request_timer = None
 
     def _await_taking(self) -> None:
-        """End it unless some of what waits to be sent leaves in ``ANSWER_S``, again and again until nothing waits."""
+        """End the connection unless some of the waiting bytes leave within ``ANSWER_S``; repeat until none wait."""
         waiting = self.transport.get_write_buffer_size()
         if not waiting or self._answer_timer is not None:
             return

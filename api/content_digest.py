@@ -1,4 +1,4 @@
-"""Digests of what an answer sends (RFC 9530), for clients that keep what arrives and ask for the rest another time."""
+"""Digests of the bytes that an answer sends (RFC 9530), for clients that keep what has arrived and ask for the rest later."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ import blake3
 __all__ = ["algorithm_of", "digest_of", "is_as_said"]
 
 _ALGORITHMS: dict[str, Any] = {"blake3": blake3.blake3, "sha-256": hashlib.sha256}
-"""Best first. Only ``sha-256`` is registered; ``blake3``, between our own client and server, is four times as fast."""
+"""The known algorithms, best first. Only ``sha-256`` is registered; ``blake3``, between our own client and server, is four times as
+fast."""
 
 
 def algorithm_of(wanted: str | None) -> str | None:
-    """The best that a ``Want-Content-Digest`` asks for; None: it asks for none that is known."""
+    """The best known algorithm that a ``Want-Content-Digest`` asks for; None if it asks for none that is known."""
     named = {part.partition("=")[0].strip().lower() for part in (wanted or "").split(",")}
     return next((name for name in _ALGORITHMS if name in named), None)
 
@@ -30,6 +31,6 @@ def digest_of(pieces: Iterable[bytes], algorithm: str) -> str:
 
 
 def is_as_said(body: bytes, said: str) -> bool | None:
-    """Whether a body has the digest of its ``Content-Digest``; None when that is of no known kind."""
+    """Whether a body has the digest in its ``Content-Digest``; None when that is of no known kind."""
     algorithm = said.partition("=")[0]
     return digest_of([body], algorithm) == said if algorithm in _ALGORITHMS else None

@@ -1,4 +1,4 @@
-"""Curves of a repository, as they were read: metrics never change, so a branch that grew is read from where it stood before."""
+"""Curves of a repository, cached: metrics never change, so a branch that grew is read only from where it stood before."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ if TYPE_CHECKING:
 __all__ = ["Curves", "Shape"]
 
 _POINTS = 2_000_000  # kept in memory, 24 bytes each
-_TRIED = 4  # curves of which one may share a path with the one that is wanted
-_LONG = 4096  # a path of so many states is drawn by its summaries
+_TRIED = 4  # how many kept curves are tried for a path shared with the wanted one
+_LONG = 4096  # a path of at least so many states is drawn from its summaries
 _OUTLINES = 256  # kept in memory, about 100 kB each for 100,000 states
 
 
 class Shape(StrEnum):
-    """What is kept of a curve that has more points than fit: those that show its extremes, or the means of stretches.
+    """What is kept of a curve with more points than fit: the points that show its extremes, or the means of stretches.
 
-    Extremes show what one curve does; means are what curves are averaged by, as extremes say nothing of how many values are near them.
+    Extremes show how a single curve behaves. Means serve to average several curves: extremes do not tell how many values lie near them.
     """
 
     EXTREMES = "extremes"
@@ -45,7 +45,7 @@ class Shape(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """The points of a curve that fit: row ids and values, and of how many points they are. ``steps`` are there where they are known."""
+    """The points of a curve that fit: row ids and values, and out of how many points. ``steps`` are set where they are known."""
 
     ids: list[int]
     values: npt.NDArray[np.float64]
@@ -75,12 +75,12 @@ class Curves:
     ) -> Series:
         """Each metric of ``keys`` along the first parents of each head; ``ids`` are the states that ``heads`` name.
 
-        :param session: what is read from.
+        :param session: the session to read from.
         :param heads: revisions, as they were given.
         :param ids: the row ids of their states.
         :param keys: metrics.
-        :param points: at most so many a line.
-        :param axis: what else than its step is told of each point.
+        :param points: the most points of a line.
+        :param axis: what is given of each point beside its step.
         :param shape: what is kept of lines with more points.
         :param groups: the group of each state, by row id.
         """
@@ -105,7 +105,7 @@ class Curves:
     def _short(self, session: Session, head: int, key: str, points: int, shape: Shape) -> _Kept:
         found = self._of(session, head, key)
         ids, steps, values = np.asarray(found.ids), np.asarray(found.steps), np.asarray(found.values)
-        order = np.argsort(steps, kind="stable")  # a guard that went back, or a user who counts anew
+        order = np.argsort(steps, kind="stable")  # steps fall after a guard's rewind, or when a user restarts the count
         if shape is Shape.MEANS and len(order) > points:
             is_number = np.isfinite(values[order])
             ends, pooled = pool(np.where(is_number, values[order], 0.0), is_number, points)
@@ -142,7 +142,7 @@ class Curves:
         return made
 
     def _keep(self, key: str, head: int, made: Curve, passed: int | None) -> None:
-        """``passed`` is a head that is on the way to this one: its curve is part of this one's."""
+        """Keep a curve. ``passed`` is a head on the way to this one: its curve is part of this one's and is dropped."""
         with self._lock:
             if passed is not None:
                 self._kept.pop((key, passed), None)
@@ -152,7 +152,7 @@ class Curves:
 
 
 def _line(session: Session, head: str, state: str, key: str, kept: _Kept, axis: Axis, since: float | None, group: Value) -> SeriesLine:
-    """Where its steps are not known they are read, with the uids, for the points that are shown."""
+    """One line of an answer. Where its steps are not known they are read, with the uids, for the points that are shown."""
     ids, values, xs = kept.ids, kept.values.tolist(), along(session, kept.ids, axis)
     if kept.steps is None:
         named = names_of(session, ids)

@@ -24,7 +24,7 @@ __all__ = ["detail_of"]
 
 
 def detail_of(session: Session, uid: str, packs: Sequence[PackInfo] = ()) -> StateDetail:
-    """The state of this uid, and all that refers to it; ``packs`` are the files that it needs here.
+    """The state of this uid, and everything that refers to it; ``packs`` are the files that it needs here.
 
     :raises NotFound: there is no such state.
     """

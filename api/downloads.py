@@ -1,4 +1,4 @@
-"""A download that goes on where it stopped: piece by piece, each checked before it is written."""
+"""A resumable download: piece by piece, each checked before it is written."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _AWAY = {502, 504}
 
 
 def download(http: httpx.Client, path: str, params: Mapping[str, Any], target: Path, *, patience_s: float) -> Path:
-    """Write what is at ``path`` to ``target``; see ``Client.download``."""
+    """Write the content of ``path`` to ``target``; see ``Client.download``."""
     head = _patiently(http, "HEAD", path, params, {}, patience_s)
     etag, size = head.headers["etag"], int(head.headers["content-length"])
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -50,12 +50,12 @@ def download(http: httpx.Client, path: str, params: Mapping[str, Any], target: P
 def _patiently(
     http: httpx.Client, method: str, path: str, params: Mapping[str, Any], headers: Mapping[str, str], patience_s: float
 ) -> httpx.Response:
-    """The answer, once the server is back; a server that breaks off in the middle is asked again."""
+    """The answer, waiting for the server to come back if need be; a request that the server broke off is sent again."""
     began = time.monotonic()
     while True:
         try:
             answer = http.request(method, path, params=params, headers=headers)
-            if answer.is_error and method == "HEAD":  # which does not say why
+            if answer.is_error and method == "HEAD":  # an answer to HEAD does not say why
                 said = http.get(path, params=params, headers={"Range": "bytes=0-0"})
                 answer = said if said.is_error else answer
         except httpx.TransportError as error:
@@ -91,6 +91,6 @@ def _lock(out: IO[bytes], target: Path) -> None:
 def _sync_folder(folder: Path) -> None:
     fd = os.open(folder, os.O_RDONLY)
     try:
-        os.fsync(fd)  # makes the new name last
+        os.fsync(fd)  # makes the new name durable
     finally:
         os.close(fd)

@@ -1,4 +1,4 @@
-"""What a window shows of a history: every state, or stretches of states as one row each; and which branch each line belongs to."""
+"""What a window shows of a history: every state, or stretches of states as one row each; and the branch that each line belongs to."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ __all__ = ["Folded", "Folds", "Look", "Stretch"]
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """Stretches are one row each, but those with a state of ``opened``; states of ``alone`` have a row of their own. Both are uids."""
+    """How to fold: each stretch is one row, except those with a state in ``opened``; states in ``alone`` get rows of their own. Both are
+    uids."""
 
     opened: tuple[str, ...] = ()
     alone: tuple[str, ...] = ()
@@ -33,7 +34,7 @@ class Look:
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """Of a row: its newest state by row id, and how many there are."""
+    """The stretch that a row stands for: its newest state, by row id, and how many states it has."""
 
     newest: int
     count: int
@@ -41,9 +42,9 @@ class Stretch:
 
 @dataclass(frozen=True, slots=True)
 class Folded:
-    """A drawing, the skeleton whose nodes are its rows where ``is_folded``, and whose each node is.
+    """A drawing; the skeleton whose nodes are its rows, where ``is_folded``; and the branch of each node.
 
-    ``base`` and ``base_drawing`` are without anything opened; ``states`` are all that the rows stand for.
+    ``base`` and ``base_drawing`` are those with nothing opened; ``states`` counts all states that the rows stand for.
     """
 
     drawing: Drawing
@@ -57,12 +58,12 @@ class Folded:
     is_folded: bool
 
     def stretch_of(self, id_: int) -> Stretch | None:
-        """Of the row with this id, if it is one of several states."""
+        """The stretch of the row with this id, if the row stands for several states."""
         count = self.skeleton.counts.get(id_, 1) if self.is_folded else 1
         return Stretch(self.skeleton.newest[id_], count) if count > 1 else None
 
     def row_of(self, id_: int) -> int | None:
-        """The row in which a state is; None if it is in none."""
+        """The row that contains a state; None if no row does."""
         return self.drawing.row_of(self.skeleton.node(id_) if self.is_folded else id_)
 
     def rank_of(self, id_: int) -> int | None:
@@ -70,7 +71,7 @@ class Folded:
         return self.ranks.get(id_ if self.is_folded else self.skeleton.node(id_))
 
     def overview(self) -> Overview:
-        """A span for each branch, in the columns of the drawing that has nothing opened."""
+        """A span for each branch, in the columns of the drawing with nothing opened."""
         found: dict[int, tuple[int, int, int]] = {}  # lane, newest and oldest node by rank
         for one in self.base_drawing.rows(0, self.base_drawing.total):
             rank = self.base_ranks.get(one.id)
@@ -88,7 +89,7 @@ class Folded:
 
 
 class Folds:
-    """What is folded of the history of some heads, as they stood last. Threads: any."""
+    """How the history of some heads is folded, as the heads last stood. Any thread may use it."""
 
     def __init__(self, topology: Topology) -> None:
         self._topology = topology
@@ -130,7 +131,7 @@ class Folds:
         return folded
 
     def _draw(self, whole: Drawing, known: Names, made: Skeleton, ranks: Mapping[int, int]) -> Drawing:
-        """Branches stay in the columns in which they stood before."""
+        """Draw, keeping branches in the columns where they stood before."""
         named = {id_: known.branches[ranks[id_]] for id_ in whole.heads if id_ in ranks}
         preferred = {id_: self._lanes[name] for id_, name in named.items() if name in self._lanes}
         drawn = draw_nodes(made, whole.heads, made.order(), trunk=whole.trunk, preferred=preferred)
@@ -142,7 +143,7 @@ _LOOKS = 8
 
 
 def _ids(session: Session, uids: Sequence[str]) -> list[int]:
-    """The row ids of those that there are: what was opened may be gone."""
+    """The row ids of the uids that exist; a state that was opened may be gone."""
     found = []
     for uid in uids:
         try:

@@ -26,7 +26,7 @@ _BLOCK_MAX = 1 << 20
 
 
 class RefEvents(Iterator[RefEvent]):
-    """Events in the order of their ids, each once; made by ``Client.events``. ``last`` is the id of the newest that is known to have come.
+    """Events in the order of their ids, each once; ``Client.events`` makes it. ``last`` is the id of the newest event known to have come.
 
     Iterate in one thread; ``close`` may come from another, and ends the iteration.
     """
@@ -48,12 +48,12 @@ class RefEvents(Iterator[RefEvent]):
         raise StopIteration
 
     def close(self) -> None:
-        """Let go of the connection; idempotent."""
+        """Close the connection; idempotent."""
         self._closed.set()
         response = self._response
         if response is not None:
             stream = response.extensions.get("network_stream")
-            with suppress(OSError, AttributeError):  # wakes whoever reads in another thread
+            with suppress(OSError, AttributeError):  # wakes a reader in another thread
                 stream.get_extra_info("socket").shutdown(socket.SHUT_RDWR)  # type: ignore[union-attr] # httpcore has no types for it
 
     def __enter__(self) -> Self:
@@ -64,7 +64,7 @@ class RefEvents(Iterator[RefEvent]):
         self._drop()
 
     def _next_block(self) -> tuple[str, int, bytes]:
-        """The next event of the stream, of a new one when this one has ended; an empty one when this was closed."""
+        """The next event of the stream, or of a new stream when this one has ended; an empty one once this is closed."""
         while not self._closed.is_set():
             with suppress(httpx.TransportError, httpx.StreamError):
                 for block in self._blocks:
@@ -130,7 +130,7 @@ def _blocks(response: httpx.Response) -> Iterator[bytes]:
 
 
 def _parse(block: bytes) -> tuple[str, int, bytes] | None:
-    """Name, id and data; None of a comment."""
+    """Name, id and data of an event; None for a comment."""
     fields = dict(line.split(b": ", 1) for line in block.split(b"\n") if b": " in line and not line.startswith(b":"))
     if b"event" not in fields:
         return None

@@ -1,4 +1,4 @@
-"""What retention would drop next: reckoned from the folder and the lineage, and kept for a while, since that reads every manifest."""
+"""What retention would drop next. It is computed from the folder and the lineage, which reads every manifest, and so kept for a while."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _FRESH_S = 2.0
 
 
 class Forecasts:
-    """Those of one repository. Safe from any thread; reckoning takes ``SHARE`` of the time at most, whoever asks how often."""
+    """The forecasts of one repository. Safe from any thread. Computing takes at most ``SHARE`` of the time, however often callers ask."""
 
     def __init__(self, core: Core) -> None:
         self._core = core
@@ -30,8 +30,8 @@ class Forecasts:
         self._ends_at = 0.0
 
     def of(self, limit: int) -> Forecast:
-        """The first that would go, at most ``limit``, as they were reckoned last."""
-        with self._lock:  # who comes meanwhile need not reckon again
+        """The first states that would be dropped, at most ``limit``, as last computed."""
+        with self._lock:  # callers that arrive meanwhile need not compute it again
             found = self._found
             if found is None or time.monotonic() >= self._ends_at:
                 began = time.monotonic()

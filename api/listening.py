@@ -1,5 +1,5 @@
-"""Where connections come to the web server. Each is looked at where the kernel holds it until the head of its first request is whole:
-a crowd that only connects costs a training next to nothing (see ``visitors``).
+"""The web server's listening sockets. The kernel holds a connection's bytes, and we only peek at them, until the head of its first
+request is complete: a crowd that only connects costs a training next to nothing (see ``visitors``).
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from datastates.transport.wire.visitors import Visitors
 
 __all__ = ["Listening"]
 
-_LEAST_BYTES = 8  # no request is so short
-_HEAD_BYTES = 16 << 10  # of a longer head no more is waited for here
-_END_OF_HEAD = re.compile(rb"\n\r?\n")  # as h11 has it
+_LEAST_BYTES = 8  # no request is shorter
+_HEAD_BYTES = 16 << 10  # a longer head is no longer awaited here
+_END_OF_HEAD = re.compile(rb"\n\r?\n")  # as h11 defines it
 _SPACE = 0x20
 
 
 class Listening:
-    """One listening socket; ``made`` makes what reads and answers an arrival. Belongs to the server's loop, which takes it for an
-    ``asyncio.Server``."""
+    """One listening socket; ``made`` creates the protocol that reads and answers an arrival. Belongs to the server's loop, which treats it
+    as an ``asyncio.Server``."""
 
     def __init__(self, listening: socket.socket, admission: Admission, made: Callable[[Arrival], asyncio.Protocol]) -> None:
         listening.setblocking(False)
@@ -37,12 +37,12 @@ class Listening:
         )
 
     def close(self) -> None:
-        """Take no more; those that have not asked for anything are gone. Idempotent."""
+        """Accept no more; connections that have sent no request are closed. Idempotent."""
         self._visitors.close()
         let_go_by(self)
 
     async def wait_closed(self) -> None:
-        """Wait until each connection that was taken is one of the server's."""
+        """Wait until each accepted connection has been handed to the server."""
         if self._beginning:
             await asyncio.wait(self._beginning)
 
@@ -54,13 +54,13 @@ class Listening:
     async def _give(self, connection: socket.socket, arrival: Arrival) -> None:
         try:
             await asyncio.get_running_loop().connect_accepted_socket(lambda: self._made(arrival), connection)
-        except OSError:  # it left at once
+        except OSError:  # the client left at once
             connection.close()
             arrival.release()
 
 
 def _word(said: bytes) -> int:
-    """The length of a request's head; as long as it is not whole, a byte more than there is. What can be none is for h11 to refuse."""
+    """The length of a request's head; while the head is incomplete, one byte more than has come. h11 refuses what cannot be a head."""
     if len(said) < _LEAST_BYTES:
         return _LEAST_BYTES
     is_whole = _END_OF_HEAD.search(said) is not None or len(said) >= _HEAD_BYTES

@@ -1,8 +1,8 @@
 """Live events: one poller for all listeners of a repository.
 
-The poller is a thread, as the database is read in threads only, and listeners may belong to several event loops. It looks while
-somebody listens, and keeps the newest events. A listener is no more than the id of the last event that it has: one that falls behind
-what is kept reads pages from the database, so that nothing is missed or repeated, and no queue can grow.
+The poller is a thread, since the database is read only in threads and listeners may belong to several event loops. It polls while
+somebody listens, and keeps the newest events. A listener is only the id of the last event that it got. One that falls behind the kept
+events reads pages from the database, so that nothing is missed or repeated, and no queue can grow.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ class LiveEvents:
         self._is_closed = False
 
     def listen(self, after: int | None = None) -> Listener:
-        """Listen to what comes after an id; without one, or with one that there never was, to what comes from now on.
+        """A listener to the events after an id; without one, or with an id that never existed, to events from now on.
 
         Waits until the newest event is known. Close the listener.
 
-        :raises Refusal: as many listen as may.
+        :raises Refusal: the limit of listeners is reached.
         :raises Unavailable: the database does not answer.
         """
         listener = Listener(self)
@@ -71,13 +71,13 @@ class LiveEvents:
                     after = None if after > last_event(session) else after
             listener.position = newest if after is None else after
             listener.newest = max(newest, listener.position)
-        except BaseException:  # an interrupt too: nobody has the listener yet
+        except BaseException:  # an interrupt too: no caller has the listener yet
             listener.close()
             raise
         return listener
 
     def look(self) -> None:
-        """Look for events now: this process has written some."""
+        """Poll now: this process has written events."""
         self._look.set()
 
     @property
@@ -94,10 +94,10 @@ class LiveEvents:
             self._lock.notify_all()
         self._look.set()
 
-    # --- what listeners ask ------------------------------------------------------------------------------------------------
+    # --- what listeners call -----------------------------------------------------------------------------------------------
 
     def _since(self, position: int) -> tuple[RefEvent, ...] | None:
-        """The kept events after one, some of them if there are many; None: the database has them."""
+        """The kept events after a position, only some of them if there are many; None if they must be read from the database."""
         with self._lock:
             if self._newest is None or self._newest <= position:
                 return ()
@@ -111,7 +111,7 @@ class LiveEvents:
             return tuple(found)
 
     def _page(self, position: int) -> tuple[RefEvent, ...]:
-        """The same from the database."""
+        """The events after a position, from the database."""
         with self._read() as session:
             return events.read(session, position, horizon=events.Horizon(self._newest or 0, frozenset()), limit=_PAGE).items
 
@@ -140,7 +140,7 @@ class LiveEvents:
             return self._newest
 
     def _run(self) -> None:
-        """The poller: ends with the last listener."""
+        """Run the poller; it ends with the last listener."""
         horizon: events.Horizon | None = None
         has_failed = False
         while not self._is_done():
@@ -157,7 +157,7 @@ class LiveEvents:
                 if not has_failed:
                     _logger.warning("the events of %r cannot be read: %s", self._name, error)
                 has_failed, pause_s = True, _AGAIN_S
-            except Exception:  # a fault of ours too: the listeners stay, and it is tried again
+            except Exception:  # a fault of ours too: the listeners stay, and the poller tries again
                 if not has_failed:
                     _logger.exception("the events of %r cannot be read", self._name)
                 has_failed = True
@@ -173,7 +173,7 @@ class LiveEvents:
             return True
 
     def _poll(self, horizon: events.Horizon | None) -> tuple[events.Horizon | None, bool]:
-        """Look once: what is waited for, and whether there is more at once."""
+        """Poll once: the horizon to wait for, and whether there is more to read at once."""
         with self._read() as session:
             if self._newest is None:
                 horizon = events.newest(session) if horizon is None else events.settle(session, horizon)
@@ -222,11 +222,11 @@ class Listener:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing will come any more: the server ends."""
+        """Whether no more events will come, because the server is ending."""
         return self._live._is_closed
 
     async def next(self, timeout_s: float) -> tuple[RefEvent, ...]:
-        """The events that come next, at least one; none when there was none for so long, or all is over."""
+        """The next events, at least one; none when none came within ``timeout_s``, or all is over."""
         self._loop = asyncio.get_running_loop()
         deadline = self._loop.time() + timeout_s
         while not self.is_over:
@@ -245,11 +245,11 @@ class Listener:
         return ()
 
     def close(self) -> None:
-        """Listen no more; idempotent."""
+        """Stop listening; idempotent."""
         self._live._leave(self)
 
     def _wake(self) -> None:
         """Wake a listener, from any thread."""
         if self._loop is not None:
-            with suppress(RuntimeError):  # its loop ended
+            with suppress(RuntimeError):  # its loop has ended
                 self._loop.call_soon_threadsafe(self._woken.set)

@@ -1,4 +1,4 @@
-"""What the server counts of itself, and how Prometheus reads it."""
+"""What the server counts about itself, and its text for Prometheus."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Meter:
         self._under_way = 0
 
     def begin(self) -> None:
-        """A request came."""
+        """Count a request that came."""
         with self._lock:
             self._under_way += 1
 
@@ -55,7 +55,7 @@ class Meter:
             self._bytes_sent += count
 
     def end(self, route: str, method: str, status: int, first_byte_s: float) -> None:
-        """A request was answered; ``first_byte_s`` after it came, for a stream may go on for hours."""
+        """Count an answered request; ``first_byte_s`` is the time to its first byte, since a stream may go on for hours."""
         with self._lock:
             self._under_way -= 1
             self._requests[route, method, status] += 1
@@ -63,7 +63,7 @@ class Meter:
             self._seconds[route] += first_byte_s
 
     def totals(self) -> Totals:
-        """The whole in four numbers."""
+        """The totals of all routes."""
         with self._lock:
             refused = sum(count for (_, _, status), count in self._requests.items() if status in (401, 403))
             return Totals(self._requests.total(), refused, self._under_way, self._bytes_sent)
@@ -83,13 +83,13 @@ class Meter:
 
 
 class Metered:
-    """Counts what passes; the outermost layer but one, so that refusals are counted too."""
+    """Counts requests that pass; the outermost layer but one, so that refusals are counted too."""
 
     def __init__(self, app: ASGIApp, meter: Meter) -> None:
         self._app, self._meter = app, meter
 
     async def __call__(self, scope: Request, receive: Receive, send: Send) -> None:
-        """One request."""
+        """Serve one request."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -100,7 +100,7 @@ class Metered:
             nonlocal is_counted
             if not is_counted:
                 is_counted = True
-                route = getattr(scope.get("route"), "path", "").removeprefix(API) or "unknown"  # never what a client made up
+                route = getattr(scope.get("route"), "path", "").removeprefix(API) or "unknown"  # never a path that a client made up
                 method = scope["method"] if scope["method"] in _METHODS else "other"
                 self._meter.end(route, method, status, time.perf_counter() - began if first_byte_s is None else first_byte_s)
 
@@ -111,7 +111,7 @@ class Metered:
             elif message["type"] == "http.response.body":
                 self._meter.sent(len(message.get("body", b"")))
                 if not message.get("more_body", False):
-                    count()  # before the last piece leaves: whoever has the answer finds it counted
+                    count()  # before the last piece leaves, so that a client that has the whole answer finds it counted
             await send(message)
 
         self._meter.begin()
@@ -133,7 +133,7 @@ def family(name: str, kind: str, said: str, samples: Iterable[tuple[Labels, floa
 
 
 def histogram(name: str, said: str, bounds: Sequence[float], samples: Iterable[tuple[Labels, Sequence[int], float]]) -> Iterator[str]:
-    """The lines of one histogram: for each sample how many lie within each bound and beyond the one before, and the sum of all."""
+    """The lines of one histogram. Each sample has the count within each bound and above the one before, and the sum of its values."""
     yield f"# HELP {name} {said}"
     yield f"# TYPE {name} histogram"
     for labels, counts, summed in samples:

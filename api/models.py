@@ -1,6 +1,6 @@
-"""What the API answers with, and what ``--json`` writes: plain values, one shape for both. The lineage's own are used as they are.
+"""What the API answers and what ``--json`` writes: plain values, one shape for both. The lineage's own values are used as they are.
 
-Numbers that JSON cannot say (NaN, infinities) are written as null.
+Numbers that JSON cannot express (NaN, infinities) are written as null.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Page(Generic[T]):
-    """Some of many, in order. ``next`` is the cursor of those that follow; None after the last."""
+    """Some of many, in order. ``next`` is the cursor for those that follow; None after the last."""
 
     items: tuple[T, ...]
     next: str | None
@@ -91,7 +91,7 @@ class Page(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class RepositoryInfo:
-    """One of the repositories that a server serves. ``scope`` is what the asker's token allows: read, write or admin."""
+    """One of the repositories that a server serves. ``scope`` is what the client's token allows: read, write or admin."""
 
     name: str
     uid: str
@@ -111,8 +111,8 @@ class StoredPack:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateDetail(State):
-    """Everything that is known of one state. ``children`` are uids, oldest first; ``run_record`` is the training that captured it;
-    ``notes`` are those on the state, newest first. ``parts`` are those of its ranks, none where one process captured all of it.
+    """Everything that is known of one state. ``children`` are uids, oldest first. ``run_record`` is the training that captured it.
+    ``notes`` are those on the state, newest first. ``parts`` are those of its ranks; none if one process captured all of it.
     """
 
     refs: tuple[Ref, ...]
@@ -126,7 +126,7 @@ class StateDetail(State):
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """One tensor of a state. ``tied_to`` is the path of the tensor whose bytes it shares; ``norm`` is there when it was asked for."""
+    """One tensor of a state. ``tied_to`` is the path of the tensor whose bytes it shares; ``norm`` is set if it was asked for."""
 
     path: str
     dtype: str
@@ -138,9 +138,9 @@ class TensorInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunInfo(Run):
-    """A process that tracked, whether it still runs, and the branches whose newest states it captured, by name.
+    """A process that tracked, whether it still runs, and the names of the branches whose newest states it captured.
 
-    ``ending`` is how it ended; null while it goes on, as far as is known.
+    ``ending`` says how it ended; null while it goes on, as far as is known.
     """
 
     life: Life
@@ -148,14 +148,14 @@ class RunInfo(Run):
     ending: Ending | None = None
 
 
-# What goes on
+# What is going on
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingInfo:
-    """A training that goes on: its run and branch, and the ``state`` that it captured last, null before the first.
+    """A training that is going on: its run and branch, and the ``state`` that it captured last, null before the first.
 
-    ``last`` is that branch's last value of the metric; ``steps_per_s`` goes over its latest captures.
+    ``last`` is the branch's last value of the metric; ``steps_per_s`` is measured over its latest captures.
     """
 
     uid: str
@@ -171,8 +171,8 @@ class TrainingInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessInfo:
-    """A process that tracks. ``beat_at`` is when its engine last said that it is at work, which it does once a second; null where its
-    lease is not to be seen, and then ``life`` may be unknown.
+    """A process that tracks. ``beat_at`` is when its engine last reported that it is at work, which it does once a second. It is null where
+    the process's lease cannot be seen; ``life`` may then be unknown.
     """
 
     uid: str
@@ -188,7 +188,7 @@ class ProcessInfo:
 
 @dataclass(frozen=True, slots=True)
 class Processes:
-    """The processes that track just now, the last begun first, of ``total``; ``metric`` is that of the last values."""
+    """The processes that are tracking now, the last begun first, out of ``total``; ``metric`` is the metric of the last values."""
 
     items: tuple[ProcessInfo, ...]
     total: int
@@ -197,7 +197,7 @@ class Processes:
 
 @dataclass(frozen=True, slots=True)
 class CloneInfo:
-    """A state that came here from another process or folder: from where, to which node, and how many bytes moved for it."""
+    """A state that came here from another process or folder: from where, to which node, and how many bytes were moved for it."""
 
     id: int
     state: str
@@ -210,7 +210,7 @@ class CloneInfo:
 
 @dataclass(frozen=True, slots=True)
 class ServerInfo:
-    """A server of the process that answers: its address, the connections of now and ever, what it sent, and what it turned away."""
+    """A server of the answering process: its address, its current and total connections, what it sent, and what it turned away."""
 
     url: str
     peers: int
@@ -221,10 +221,10 @@ class ServerInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Storage:
-    """What lies where. ``bytes_stored`` are the sizes of all packs in the folder that is served, on a disk of ``disk_total`` bytes.
+    """What is stored where. ``bytes_stored`` is the size of all packs in the folder that is served, on a disk of ``disk_total`` bytes.
 
-    ``memory_used`` of ``memory_total`` bytes of the answering process hold states; null where it captures nothing itself. ``trouble`` is
-    what keeps states of that process from being written, if anything does; of other processes nobody but they themselves knows.
+    ``memory_used`` of ``memory_total`` bytes of the answering process hold states; null if it captures nothing itself. ``trouble`` is what
+    keeps states of that process from being written, if anything does; other processes are the only ones to know theirs.
     """
 
     bytes_stored: int
@@ -238,7 +238,7 @@ class Storage:
 
 @dataclass(frozen=True, slots=True)
 class Dropping:
-    """A state that retention would drop: how many bytes would be free for it, and why it, in words."""
+    """A state that retention would drop: how many bytes that would free, and in words why this state."""
 
     state: str
     branch: str
@@ -249,10 +249,10 @@ class Dropping:
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """What would lose its bytes here if retention were applied now, in its order; ``total`` states would.
+    """What would lose its bytes here if retention were applied now, in order; ``total`` is the number of these states.
 
-    ``policy`` is that of branches whose trainings asked for none; ``kept`` says how many states stay for each reason. Bytes are those
-    of the files that states need, before and after.
+    ``policy`` applies to branches whose trainings asked for none; ``kept`` says how many states stay for each reason. Bytes are those of
+    the files that states need, before and after.
     """
 
     policy: str
@@ -268,13 +268,13 @@ class Forecast:
 
 @dataclass(frozen=True, slots=True)
 class GraphRow:
-    """One state, or a stretch of states that only follow one another, and the lines around it, as ``lineage.lanes.Row`` has them.
+    """One state, or a stretch of states that only follow one another, and the lines around it, as ``lineage.show.lanes.Row`` has them.
 
-    ``lane`` is the state's column, counted from 0; ``above`` and ``below`` have a line just above and just below it; ``joins`` are other
-    columns whose lines end here, and lead to children; ``parents`` are where its parents will stand, the first parent's first.
-    ``branch``, and ``above_branches`` and ``below_branches`` for each of these lines, are keys of the page's ``branches``, -1 where
-    no branch leads there. ``refs`` are the branches and tags that name the state now. A row of several states has their ``count``, how
-    many of them can be restored (null: not counted), the ``oldest`` of them, and the newest as its ``state``.
+    ``lane`` is the state's column, counted from 0. ``above`` and ``below`` are the columns with a line just above and just below it.
+    ``joins`` are other columns whose lines end here, and lead to children. ``parents`` are the columns where its parents will stand, the
+    first parent's first. ``branch``, and ``above_branches`` and ``below_branches`` for each of these lines, are keys of the page's
+    ``branches``, or -1 where no branch leads there. ``refs`` are the branches and tags that name the state now. A row of several states has
+    their ``count``, how many of them can be restored (null: not counted), the ``oldest`` of them, and the newest as its ``state``.
     """
 
     state: State
@@ -305,7 +305,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Overview:
-    """A whole drawing in small: a span for each branch. Rows are those of ``GraphPage`` with the same ``version``."""
+    """An overview of a whole drawing: a span for each branch. Rows are those of ``GraphPage`` with the same ``version``."""
 
     version: str
     total: int
@@ -318,9 +318,9 @@ class Overview:
 class GraphPage:
     """A window of the history of ``heads``, newest first. ``first`` is the index of its first row, ``total`` how many rows there are.
 
-    ``lanes`` is how many columns the whole graph needs. ``version`` changes when the graph or a name does: rows of two versions do not
-    fit together. ``branches`` are those that its rows speak of, ``states`` how many states the rows of the whole graph stand for.
-    Where ``is_current`` is false the heads have moved on meanwhile, and a large graph is being drawn anew: ask again in some seconds.
+    ``lanes`` is how many columns the whole graph needs. ``version`` changes when the graph or a name does: rows of different versions do
+    not fit together. ``branches`` are those that its rows refer to. ``states`` is how many states the rows of the whole graph stand for. If
+    ``is_current`` is false, the heads have moved on meanwhile and a large graph is being redrawn: ask again in some seconds.
     """
 
     heads: tuple[str, ...]
@@ -339,11 +339,11 @@ class GraphPage:
 
 @dataclass(frozen=True, slots=True)
 class SeriesLine:
-    """One metric along the first parents of ``head``, steps rising. ``total`` points there are; these are those that a curve needs.
+    """One metric along the first parents of ``head``, steps rising. Out of ``total`` points these are the ones that a curve needs.
 
-    ``xs`` are where the points stand when they were asked for over something else than steps: seconds since 1970, or epochs; None where
-    a state says none. With times ``began`` is when the first state was captured that belongs to the head's branch. ``group`` is what
-    the head's state has of what curves were to be grouped by.
+    ``xs`` are the positions of the points when they were asked for over something other than steps: seconds since 1970, or epochs; None
+    where a state has none. With times, ``began`` is when the first state that belongs to the head's branch was captured. ``group`` is the
+    value that the head's state has for the requested grouping.
     """
 
     head: str
@@ -360,7 +360,7 @@ class SeriesLine:
 
 @dataclass(frozen=True, slots=True)
 class Fork:
-    """The state where the paths of some heads part."""
+    """The state where the paths of some heads fork."""
 
     state: str
     step: int
@@ -375,23 +375,23 @@ class Series:
     forks: tuple[Fork, ...]
 
 
-# The whole
+# The whole repository
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stats(Counts):
-    """What a repository holds, and its newest state. ``bytes_stored`` are the sizes of all packs in its folder."""
+    """What a repository holds, and its newest state. ``bytes_stored`` is the size of all packs in its folder."""
 
     bytes_stored: int
     newest: State | None
 
 
-# What is sent
+# Request bodies
 
 
 @dataclass(frozen=True, slots=True)
 class NewRef:
-    """A branch or a tag to make at ``rev``."""
+    """A branch or a tag to create at ``rev``."""
 
     kind: RefKind
     rev: str
@@ -400,14 +400,14 @@ class NewRef:
 
 @dataclass(frozen=True, slots=True)
 class RefMove:
-    """The state at which a ref is to point."""
+    """The state to which a ref should point."""
 
     rev: str
 
 
 @dataclass(frozen=True, slots=True)
 class NewNote:
-    """A note to write, in Markdown: of a state (by its uid) or of a branch. ``author`` is who says that they wrote it."""
+    """A note to write, in Markdown, on a state (by its uid) or on a branch. ``author`` is the name that the writer gives."""
 
     text: str
     state: str | None = None
@@ -417,21 +417,21 @@ class NewNote:
 
 @dataclass(frozen=True, slots=True)
 class NoteText:
-    """The text that a note is to have."""
+    """The new text of a note."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Annotations:
-    """Attributes to set; None takes one away."""
+    """Attributes to set; None removes one."""
 
     attributes: dict[str, Value]
 
 
 @dataclass(frozen=True, slots=True)
 class Evicted:
-    """A state whose bytes were dropped here, and how many of them nobody else needed."""
+    """A state whose bytes were dropped here, and how many of those bytes no other state needed."""
 
     uid: str
     bytes: int

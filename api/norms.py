@@ -1,4 +1,4 @@
-"""Norms of a state's tensors: read once, a few MiB at a time, and kept."""
+"""Norms of a state's tensors: read once, a few MiB at a time, and cached."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Norms", "tensors_of"]
 
-_TENSORS = 200_000  # whose norms are kept, over all states
+_TENSORS = 200_000  # how many tensors' norms are kept, over all states
 
 
 class Norms:
@@ -36,7 +36,7 @@ class Norms:
             return self._kept.get(uid)
 
     def read(self, uid: str, reader: Reader, on_progress: Callable[[], None]) -> dict[str, float]:
-        """Read the norms of an open state. ``on_progress`` is called after each MiB or so; what it raises ends the reading.
+        """The norms of an open state, read now. ``on_progress`` is called after each MiB or so; an exception from it ends the reading.
 
         :raises Corrupt: a chunk fails its digest.
         """
@@ -55,7 +55,7 @@ class Norms:
 
 
 def tensors_of(reader: Reader, norms: dict[str, float] | None) -> list[TensorInfo]:
-    """What the manifest says of each tensor, in tree order; one that is tied has the bytes of the one it is tied to."""
+    """What the manifest says of each tensor, in tree order; a tied tensor has the bytes of the one it is tied to."""
     specs = specs_of(reader)
     return [
         TensorInfo(

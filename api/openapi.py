@@ -1,4 +1,4 @@
-"""The OpenAPI document: what FastAPI knows of the routes, and what it does not know: problems, tokens, null for NaN."""
+"""The OpenAPI document: FastAPI's, and what FastAPI does not know: problems, tokens, null for NaN."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ _ALWAYS = (400, 401, 403, 404, 414, 421, 500, 503)
 
 
 def document(app: FastAPI) -> dict[str, Any]:
-    """The document of an application; made once."""
+    """The OpenAPI document of an application; made once."""
     if app.openapi_schema is None:
         made = get_openapi(
             title="datastates",
@@ -103,7 +103,7 @@ def _operations(made: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _finish_operation(operation: dict[str, Any]) -> None:
-    """Add each operation's problems: those that any may have, and those that it declares by their number alone."""
+    """Add each operation's problems: those that every operation may have, and those that it declares by their number alone."""
     responses = operation["responses"]
     responses.pop("422", None)
     scope = operation.get("x-scope", "read")
@@ -128,7 +128,7 @@ def _say_problems(responses: dict[str, Any], statuses: tuple[int, ...]) -> None:
 
 
 def _problem() -> dict[str, Any]:
-    """The schema of a problem: what is not known is left out, never null."""
+    """The schema of a problem: unknown fields are left out, never null."""
     made = TypeAdapter(Problem).json_schema()
     for said in made["properties"].values():
         if "anyOf" in said:

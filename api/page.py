@@ -1,4 +1,4 @@
-"""The page's files: built from ``ui/`` into ``static/``, or a word on how to build them."""
+"""The page's files, built from ``ui/`` into ``static/``, or else a text that says how to build them."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ _UNBUILT = """<!doctype html>
 
 
 class _Assets(StaticFiles):
-    """Files whose names change with their content: kept for a year. Until the page is built there are none."""
+    """Files whose names change with their content: clients may keep them for a year. Until the page is built there are none."""
 
     async def check_config(self) -> None:
-        """Nothing to check: a folder that is not there has no files."""
+        """Do nothing: a folder that is not there has no files."""
 
     def file_response(
         self, full_path: str | os.PathLike[str], stat_result: os.stat_result, scope: Scope, status_code: int = 200
@@ -49,7 +49,7 @@ class _Assets(StaticFiles):
 
 
 def install(app: FastAPI, folder: Path = STATIC) -> None:
-    """Serve the page of ``folder``. Only names that are written here lead to files, besides those of ``assets/``."""
+    """Serve the page from ``folder``. Besides ``assets/``, only the names that are written here lead to files."""
 
     def index(request: Request) -> Response:
         if not (folder / "index.html").is_file():

@@ -1,4 +1,4 @@
-"""A state as one safetensors file that lies nowhere: its header is computed, its bytes are read and checked as they are asked for."""
+"""A state as a safetensors file that is not stored anywhere: its header is computed, its bytes are read and checked on demand."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PIECE_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A tensor at ``start`` of the file; ``spec`` says where its bytes are stored."""
+    """A tensor that begins at ``start`` in the file; ``spec`` says where its bytes are stored."""
 
     start: int
     bytes: int
@@ -33,9 +33,10 @@ class _Part:
 
 
 class StateFile:
-    """The file of one open state: every tensor that ``only`` asks for under its path, as ``plan_export`` has it, tied ones each.
+    """The file of one open state: every tensor that ``only`` selects, under its path, as ``plan_export`` lays them out; tied tensors are
+    written each.
 
-    :raises InvalidInput: ``only`` asks for what is not there.
+    :raises InvalidInput: ``only`` selects something that is not there.
     """
 
     def __init__(self, reader: Reader, state: State, only: Sequence[str] | None) -> None:
@@ -54,7 +55,7 @@ class StateFile:
     def pieces(self, start: int, end: int) -> Iterator[bytes]:
         """The bytes ``[start, end)`` of the file in pieces of about a MiB, none of them empty.
 
-        :raises Corrupt: a chunk fails its digest; nothing of it was given.
+        :raises Corrupt: a chunk fails its digest; none of its bytes were returned.
         """
         gathered, count = [], 0
         for small in self._pieces(start, end):
@@ -67,7 +68,7 @@ class StateFile:
             yield b"".join(gathered)
 
     def close(self) -> None:
-        """Let go of the state."""
+        """Release the state."""
         self._reader.close()
 
     def _pieces(self, start: int, end: int) -> Iterator[bytes]:
@@ -91,7 +92,7 @@ def _choose(specs: Sequence[TensorSpec], only: Sequence[str] | None, state: Stat
 
 
 def _is_plain(part: _Part) -> bool:
-    """Whether the bytes are stored in row-major order, in one stretch."""
+    """Whether the bytes are stored in row-major order, in one piece."""
     if not is_whole(part.spec):
         return False
     expected = 1
@@ -115,14 +116,14 @@ def _plain(reader: Reader, spec: TensorSpec, first: int, last: int) -> Iterator[
 def _turned(reader: Reader, spec: TensorSpec, first: int, last: int) -> Iterator[bytes]:
     """The bytes of a tensor that is stored in another order, in several shards, or once for many elements: block by block.
 
-    Needs memory for the whole tensor: what is served is read, not mapped, so that a file that is cut short ends no server.
+    Needs memory for the whole tensor: served bytes are read, not mapped, so that a truncated file does not crash the server.
     """
     tensor = rebuild(read_flat(reader, spec), spec)
     item, dim, inner = tensor.element_size(), tensor.dim(), 1
     while dim > 1 and inner * tensor.shape[dim - 1] * item <= PIECE_BYTES:
         dim -= 1
         inner *= tensor.shape[dim]
-    # Blocks are rows [at, at + rows) of the dimension ``dim - 1``, at each index of those before it.
+    # Blocks are rows [at, at + rows) of dimension ``dim - 1``, at each index of the dimensions before it.
     size, row = tensor.shape[dim - 1], inner * item
     rows = max(1, PIECE_BYTES // row)
     for outer in range(first // (size * row), -(-last // (size * row))):
@@ -137,7 +138,7 @@ def _turned(reader: Reader, spec: TensorSpec, first: int, last: int) -> Iterator
 
 
 def _indices(flat: int, shape: Sequence[int]) -> tuple[int, ...]:
-    """The indices of an element by its number in row-major order."""
+    """The indices of an element, from its number in row-major order."""
     found = []
     for position, size in enumerate(shape):
         number, flat = divmod(flat, math.prod(shape[position + 1 :]))

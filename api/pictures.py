@@ -1,4 +1,4 @@
-"""Pictures of samples, by a function of the user's: what it gives is checked before it is sent, and a few are kept."""
+"""Pictures of samples from a user's function: what it returns is checked before it is sent, and a few are kept."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from .problems import Refusal
 __all__ = ["TYPES", "Pictures", "Show", "shown"]
 
 TYPES = ("image/png", "image/jpeg", "image/gif", "image/webp")
-"""What is served as a picture, and nothing else: SVG may hold scripts."""
+"""The only formats that are served as pictures: SVG may contain scripts."""
 
 Show = Callable[[int], object]
-"""Gives the picture of a sample for its index: an array, or bytes of an encoded picture."""
+"""Returns the picture of a sample for its index: an array, or bytes of an encoded picture."""
 
 _KEPT_BYTES = 16 << 20
 _WAIT_S = 10.0
@@ -28,7 +28,7 @@ _logger = logging.getLogger(__name__)
 
 
 class Pictures:
-    """Asks the user's function, for one picture at a time: it need not be safe from several threads."""
+    """Calls the user's function for one picture at a time, so that it need not be safe from several threads."""
 
     def __init__(self, show: Show) -> None:
         self._show = show
@@ -39,7 +39,7 @@ class Pictures:
     def of(self, index: int) -> bytes:
         """The picture of a sample, encoded.
 
-        :raises Refusal: the function failed, gave something else, or is busy.
+        :raises Refusal: the function failed, returned something else, or is busy.
         """
         with self._lock:
             if index in self._kept:
@@ -49,7 +49,7 @@ class Pictures:
             raise _refusal("is busy with other pictures: try again")
         try:
             image = image_of(self._show(index), index)
-        except Exception as error:  # the user's function may raise anything; who started the server is told all of it
+        except Exception as error:  # the user's function may raise anything; the log tells all of it to the person who started the server
             _logger.exception("the function that shows samples failed for sample %d", index)
             said = str(error) if isinstance(error, DatastatesError) else f"it raised {type(error).__name__}"
             raise _refusal(f"gave none of sample {index}: {said}") from error
@@ -67,7 +67,7 @@ class Pictures:
 
 
 def shown(found: ReportDetail) -> ReportDetail:
-    """The report, of whose samples all have a picture: the function gives it."""
+    """The report with every sample marked as having a picture, since the function draws any."""
     return replace(found, samples=tuple(replace(sample, has_picture=True) for sample in found.samples))
 
 

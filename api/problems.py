@@ -1,8 +1,9 @@
 """Errors as ``application/problem+json`` (RFC 9457): one table says which kind has which HTTP status.
 
-- What the caller can mend is 4xx, what only we can is 5xx. A damaged chunk (``corrupt``) is 500: no other request would help.
-- ``ambiguous`` is 404 like ``not-found``, whose kind it is: nothing is addressed yet, and the message lists what could be.
-- ``unavailable`` is 410 when a state's bytes are gone for good, or an ancestor is named in their stead; otherwise 503: try again.
+- Errors that the caller can correct are 4xx, those that only we can are 5xx. A damaged chunk (``corrupt``) is 500: no other request
+  would help.
+- ``ambiguous`` is 404 like ``not-found``, of which it is a kind: nothing is addressed yet, and the message lists the candidates.
+- ``unavailable`` is 410 when a state's bytes are gone for good, or when an ancestor is named instead; otherwise 503: try again.
 """
 
 from __future__ import annotations
@@ -54,18 +55,19 @@ STATUSES = {
     "unavailable": 503,
     "unsupported": 400,
 }
-"""By the kind of an error. ``unauthorized`` is 403 for a token that is good for less, ``unavailable`` 410 as said above."""
+"""The status for each kind of error. ``unauthorized`` is 403 for a token whose scope is too narrow; ``unavailable`` is 410 as said
+above."""
 
 
 _UNEXPECTED = "this failed unexpectedly: the server's log says why"
 _UNTOLD = {"corrupt": "stored bytes are damaged: the server's log says which"}
-"""What is told of a 500: its own message names files and what lies in them."""
+"""The text of a 500; the error's own message names files and what is in them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """Why a request failed. ``kind`` is stable; ``column`` (from 1) and ``expected`` point into a text that does not parse,
-    ``nearest`` is the uid of the nearest ancestor that can be restored, ``parameter`` what the request gets wrong."""
+    """Why a request failed. ``kind`` is stable. ``column`` (from 1) and ``expected`` point into a text that does not parse. ``nearest`` is
+    the uid of the nearest ancestor that can be restored. ``parameter`` is the one that the request gets wrong."""
 
     type: str = "about:blank"
     title: str
@@ -80,7 +82,7 @@ class Problem:
 
 
 class Refusal(Exception):
-    """A refusal that only the web makes, with a status of its own; ``kind`` is one of the errors'."""
+    """A refusal that only the web makes, with a status of its own; ``kind`` is the kind of one of our errors."""
 
     def __init__(self, status: int, kind: str, detail: str, headers: Mapping[str, str] | None = None) -> None:
         super().__init__(detail)
@@ -89,13 +91,13 @@ class Refusal(Exception):
 
 
 def install(app: FastAPI) -> None:
-    """Make the framework's own errors problems too: unknown paths, wrong methods, parameters that do not fit."""
+    """Turn the framework's own errors into problems too: unknown paths, wrong methods, invalid parameters."""
     app.add_exception_handler(HTTPException, _on_http)
     app.add_exception_handler(RequestValidationError, _on_validation)
 
 
 def respond(error: Exception, scope: Scope) -> Response:
-    """The answer to a request that ended in ``error``. What nobody raised on purpose is logged, and not told."""
+    """The answer to a request that ended in ``error``. An error that nobody raised on purpose is logged, and not disclosed."""
     if isinstance(error, Refusal):
         return _response(error.problem, error.headers)
     problem = _placeless(problem_of(error), scope)
@@ -109,7 +111,7 @@ def respond(error: Exception, scope: Scope) -> Response:
 
 
 def problem_of(error: Exception) -> Problem:
-    """The problem that is told of an error."""
+    """The problem that describes an error to the client."""
     if not isinstance(error, DatastatesError):
         return Problem(title=_title(500), status=500, detail=_UNEXPECTED, kind="error")
     status = STATUSES.get(error.kind, 500)
@@ -123,7 +125,7 @@ def problem_of(error: Exception) -> Problem:
 
 
 def placeless(text: str, scope: Scope) -> str:
-    """Leave out where a repository is on the server's disk, or its database, and secrets: that is nobody else's business."""
+    """The text without secrets, and without the place of a repository or its database on the server: clients have no need to know it."""
     served = scope["app"].state.served if "app" in scope else {}
     for name, each in served.items():
         location = each.core.location
@@ -164,11 +166,11 @@ async def _on_http(request: Request, error: Exception) -> Response:
 
 
 def _allowed(request: Request) -> str:
-    """The methods that a path answers, in all its routes: the framework says those of the first."""
+    """The methods that a path answers over all its routes; the framework gives only those of the first."""
     routes = request.app.router.routes
     plain = [route for route in routes if not isinstance(route, Mount)]
     found = [method for method in _METHODS if any(route.matches({**request.scope, "method": method})[0] is Match.FULL for route in plain)]
-    return ", ".join(found) or "GET, HEAD"  # of the page's files
+    return ", ".join(found) or "GET, HEAD"  # for the page's files
 
 
 async def _on_validation(request: Request, error: Exception) -> Response:

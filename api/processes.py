@@ -1,4 +1,4 @@
-"""Runs and what became of their processes, for the API and for ``datastates runs``; and the processes of just now."""
+"""Runs and what became of their processes, for the API and for ``datastates runs``; and the processes that are tracking now."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def infos(session: Session, found: Sequence[Run], home: Home) -> list[RunInfo]:
 
 
 def now(session: Session, home: Home, *, metric: str | None = None, limit: int) -> Processes:
-    """The processes that track just now, at most ``limit`` of them; ``home`` is the folder in which leases are looked for."""
+    """The processes that are tracking now, at most ``limit``; ``home`` is the folder in which leases are looked for."""
     found, metric = processes(session, partial(life_of, home=home), metric=metric)
     items = tuple(
         ProcessInfo(
@@ -63,7 +63,7 @@ def now(session: Session, home: Home, *, metric: str | None = None, limit: int) 
 
 
 def _training(run: Run, branch: Branch | None) -> TrainingInfo:
-    """``branch`` is the one whose newest state it captured."""
+    """A training that is going on. ``branch`` is the one whose newest state it captured."""
     return TrainingInfo(
         uid=run.uid,
         branch=run.branch,

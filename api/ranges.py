@@ -10,9 +10,9 @@ _RANGE = re.compile(r"bytes\s*=\s*(\d{0,18})\s*-\s*(\d{0,18})\s*", re.ASCII | re
 
 
 def range_of(header: str | None, size: int) -> tuple[int, int] | None:
-    """``[start, end)`` of what has ``size`` bytes; None for the whole: nothing was asked, several ranges, or no range at all.
+    """``[start, end)`` of something of ``size`` bytes. None means the whole: no range was asked for, or several, or the header is no range.
 
-    An empty one (``start == end``) is a range that there is not: 416.
+    An empty range (``start == end``) cannot be satisfied: 416.
     """
     found = _RANGE.fullmatch(header or "")
     if found is None or found.groups() == ("", ""):

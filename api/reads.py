@@ -1,4 +1,4 @@
-"""Requests that read payload: a few at a time, and none for a client that is gone."""
+"""Requests that read payload: a few at a time, and none for a client that has hung up."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _LOOK_S = 0.25
 
 
 class PayloadReads:
-    """A limit on the requests of one repository that read payload at once: each holds a thread, and the disk."""
+    """A limit on how many requests of one repository read payload at once: each occupies a thread, and the disk."""
 
     def __init__(self, at_once: int = _AT_ONCE, wait_s: float = _WAIT_S) -> None:
         self._free = threading.BoundedSemaphore(at_once)
@@ -47,7 +47,7 @@ class PayloadReads:
 
 
 def stop_when_gone(request: Request) -> Callable[[], None]:
-    """A function to be called often on the thread of a request.
+    """A function that the thread of a request calls often.
 
     :raises Cancelled: the client has hung up.
     """
@@ -65,9 +65,9 @@ def stop_when_gone(request: Request) -> Callable[[], None]:
 
 
 def stop_after(seconds: float, what: str, instead: str) -> Callable[[], None]:
-    """A function to be called often; ``what`` takes too long then, and ``instead`` is what its client may do.
+    """A function to call often during ``what``, which must end in time; ``instead`` is the advice to a client when it does not.
 
-    :raises InvalidInput: so many seconds have passed.
+    :raises InvalidInput: ``seconds`` have passed.
     """
     until = time.monotonic() + seconds
 

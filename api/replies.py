@@ -1,4 +1,4 @@
-"""Answers: values as JSON, with only the fields that were asked for, and not sent again to clients that have them."""
+"""Answers: values as JSON, with only the fields that were asked for; a client that already has the answer gets 304."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def reply(
 ) -> Response:
     """``value`` as JSON. ``fields`` are names separated by commas, of the value or of each item of a page: ``uid,step,metrics.loss``.
 
-    With ``etag`` and ``request`` a client that has it already gets 304 and no body. True makes the tag from the body.
+    With ``etag`` and ``request``, a client that already has the answer gets 304 and no body. True computes the tag from the body.
 
-    :raises InvalidInput: there is no such field; lists those that are.
+    :raises InvalidInput: there is no such field; the error lists those that exist.
     """
     sent = dict(headers or {})
     if isinstance(etag, str) and request is not None and is_known(request, etag):
@@ -45,13 +45,13 @@ def reply(
 
 
 def is_known(request: Request, etag: str) -> bool:
-    """Whether the client has the answer with this tag: ``If-None-Match``. A proxy may have made the tag a weak one."""
+    """Whether the client sent this tag in ``If-None-Match``. A proxy may have made the tag a weak one."""
     tags = [tag.strip().removeprefix("W/") for tag in request.headers.get("if-none-match", "").split(",")]
     return etag in tags or "*" in tags
 
 
 def etag_of(*parts: object) -> str:
-    """A strong tag of what an answer depends on."""
+    """A strong tag made of what an answer depends on."""
     return _tag(_encoder.encode(parts))
 
 

@@ -1,4 +1,4 @@
-"""How many states of each stretch can be restored: nothing tells when that changes, so it is read again now and then."""
+"""How many states of each stretch can be restored. Nothing signals when that changes, so it is read again from time to time."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ __all__ = ["Restorable"]
 
 _SHARE = 0.05
 _LEAST_S = 1.0
-_MOST = 200_000  # states; to find the stretches of so many takes a tenth of a second
+_MOST = 200_000  # states; finding the stretches of so many takes a tenth of a second
 _state = table(StateRow)
 _STATUSES = [status.value for status in Status if status.is_restorable]
 _IDS = select(_state.c.id).where(_state.c.status.in_(_STATUSES)).limit(_MOST + 1)
 
 
 class Restorable:
-    """Of one repository; reading takes ``_SHARE`` of the time at most. Threads: any."""
+    """The counts of one repository. Reading takes at most ``_SHARE`` of the time. Any thread may use it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -37,7 +37,7 @@ class Restorable:
         self._counted: tuple[Skeleton, list[int], Mapping[int, int]] | None = None
 
     def by_node(self, session: Session, skeleton: Skeleton) -> Mapping[int, int] | None:
-        """How many there are in each node of a skeleton; None if there are too many to count in passing."""
+        """The count for each node of a skeleton; None if there are too many states to count within a request."""
         with self._lock:
             now = time.monotonic()
             if not self._read_at or now - self._read_at > max(_LEAST_S, self._took_s / _SHARE):

@@ -1,4 +1,4 @@
-"""Routes that say which scope they need. Every route of the API is made here, so that none can forget to."""
+"""Routes that declare which scope they need. Every route of the API is made here, so that none can omit it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Handler = TypeVar("Handler", bound=Callable[..., Any])
 
 
 class Scope(IntEnum):
-    """What a token allows; each allows what those below it do."""
+    """What a token allows; each scope includes those below it."""
 
     NONE = 0
     READ = 1
@@ -27,7 +27,7 @@ class Scope(IntEnum):
 
 
 class Routes:
-    """The routes of one noun. ``tag`` groups them in the OpenAPI document; ``prefix`` stands before their paths."""
+    """The routes of one noun. ``tag`` groups them in the OpenAPI document; ``prefix`` is put before their paths."""
 
     def __init__(self, tag: str, *, prefix: str = f"{API}/repositories/{{repository}}") -> None:
         self.router = APIRouter(prefix=prefix, tags=[tag])
@@ -35,11 +35,11 @@ class Routes:
     def add(
         self, method: str, path: str, *, scope: Scope, returns: Any, status: int = 200, has_head: bool = True, **options: Any
     ) -> Callable[[Handler], Handler]:
-        """Make the function below answer ``method`` at ``path`` for clients that have ``scope``.
+        """A decorator that makes a function answer ``method`` at ``path`` for clients that have ``scope``.
 
-        ``returns`` is the type of the body, for the document; the function gives a ``Response`` (see ``replies``). Its first
-        line of documentation is the summary, its name the operation's id. Functions that touch the database are plain ``def``.
-        HEAD is answered like GET, unless it has not ``has_head``: a stream, or what has a HEAD of its own.
+        ``returns`` is the type of the body, for the document; the function itself returns a ``Response`` (see ``replies``). The first line
+        of its docstring is the summary, its name the operation's id. Functions that use the database are plain ``def``. HEAD is answered
+        like GET; ``has_head=False`` turns that off, for streams and for routes with a HEAD of their own.
         """
 
         def register(handler: Handler) -> Handler:
@@ -63,7 +63,7 @@ class Routes:
 
 
 def _needs(scope: Scope) -> Callable[[Request], None]:
-    """``security`` has put into the request what its token allows; without that nothing is allowed."""
+    """A check that the token allows ``scope``. ``security`` put the granted scope into the request; without it nothing is allowed."""
 
     def check(request: Request) -> None:
         granted = request.scope.get("state", {}).get("granted", Scope.NONE)

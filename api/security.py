@@ -1,8 +1,8 @@
-"""Permissions: the layers around the application that every request passes before any route is looked at.
+"""Permissions: the layers around the application, which every request passes before a route is chosen.
 
-- ``Shield``, outermost: whatever goes wrong is answered as a problem, and every answer has the headers that browsers need.
-- ``Gatekeeper``: Host, origin, sizes, token. Denied by default: only the page's files and ``/healthz`` are open, all else needs ``read``,
-  and any method but GET, HEAD and OPTIONS ``write``, whatever the route says; it may ask for more.
+- ``Shield``, the outermost: every failure is answered as a problem, and every answer has the headers that browsers need.
+- ``Gatekeeper``: Host, origin, sizes, token. Access is denied by default: only the page's files and ``/healthz`` are open. Everything
+  else needs ``read``, and any method but GET, HEAD and OPTIONS needs ``write``, whatever the route says; a route may require more.
 
 They are plain ASGI, so that streams flow through them.
 """
@@ -42,7 +42,7 @@ _TOKEN_BYTES = 1 << 10
 _READING = ("GET", "HEAD", "OPTIONS")
 
 OPEN = ("/", "/healthz", "/icon.svg", "/favicon.ico", "/favicon.svg")
-"""What anybody may read, with all below ``/assets/``: it holds no data."""
+"""What anybody may read, besides everything below ``/assets/``: it contains no data."""
 
 _PAGE_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; font-src 'self'; connect-src 'self'; "
@@ -58,14 +58,14 @@ _HEADERS = {
 
 
 def is_open(method: str, path: str) -> bool:
-    """Whether anybody may ask for this; ``path`` is without the server's prefix."""
+    """Whether this needs no token; ``path`` is without the server's prefix."""
     return method in ("GET", "HEAD") and (path in OPEN or path.startswith("/assets/"))
 
 
 class Tokens:
-    """Tokens and what each allows. Only their digests are kept; all are compared, in constant time.
+    """Tokens and what each allows. Only their digests are kept; a token is compared with all of them, in constant time.
 
-    :raises InvalidInput: one can be guessed, or can never arrive.
+    :raises InvalidInput: a token can be guessed, or can never arrive.
     """
 
     def __init__(self, tokens: Mapping[str, Scope]) -> None:
@@ -77,7 +77,7 @@ class Tokens:
         return bool(self._digests)
 
     def scope_of(self, token: bytes) -> Scope:
-        """The scope of a token; an unknown one has none."""
+        """The scope of a token; an unknown token has none."""
         presented, granted = _digest(token), Scope.NONE
         for digest, scope in self._digests:
             if hmac.compare_digest(presented, digest):
@@ -86,7 +86,7 @@ class Tokens:
 
 
 class Hosts:
-    """The names that this server goes by. A page of another site whose name was pointed here (DNS rebinding) says another one.
+    """The host names of this server. A page of another site whose name was pointed here (DNS rebinding) sends a different one.
 
     The address ``0.0.0.0`` or ``::`` allows every address: only names can be pointed elsewhere.
     """
@@ -102,9 +102,9 @@ class Hosts:
 
 
 class Origins:
-    """The origins whose pages may ask. A page of another site can make a browser ask anything, if not read the answer.
+    """The origins whose pages may send requests. A page of another site can make a browser send any request, though not read the answer.
 
-    Browsers say where a request comes from (``Sec-Fetch-Site``; older ones, and over plain HTTP, only ``Origin``); programs say nothing.
+    Browsers say where a request comes from (``Sec-Fetch-Site``; older ones, and over plain HTTP, only ``Origin``); programs do not.
     """
 
     def __init__(self, hosts: Hosts, allowed: Iterable[str] = ()) -> None:
@@ -121,13 +121,13 @@ class Origins:
 
 
 class Shield:
-    """Answers what goes wrong, and puts the headers on every answer."""
+    """Turns failures into answers, and puts the headers on every answer."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Request, receive: Receive, send: Send) -> None:
-        """One request."""
+        """Serve one request."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -146,21 +146,21 @@ class Shield:
         except Exception as error:  # every error of the application is answered, or logged
             if not has_begun:
                 await respond(error, scope)(scope, receive, dressed)
-            elif not isinstance(error.__cause__ or error, DatastatesError):  # those were logged where they came
+            elif not isinstance(error.__cause__ or error, DatastatesError):  # those were logged where they occurred
                 _logger.exception("%s %s broke off", scope["method"], scope["path"])
 
 
 class Gatekeeper:
-    """Lets in what may come in, and notes in ``scope["state"]`` what its token allows: ``granted``, ``is_known``.
+    """Lets permitted requests in, and notes in ``scope["state"]`` what their token allows: ``granted``, ``is_known``.
 
-    A path with or without ``prefix`` is understood: some proxies take it away, some leave it.
+    A path is understood with and without ``prefix``: some proxies remove it, some leave it.
     """
 
     def __init__(self, app: ASGIApp, *, tokens: Tokens, hosts: Hosts, origins: Origins, prefix: str = "") -> None:
         self._app, self._tokens, self._hosts, self._origins, self._prefix = app, tokens, hosts, origins, prefix
 
     async def __call__(self, scope: Request, receive: Receive, send: Send) -> None:
-        """One request."""
+        """Serve one request."""
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
             return
@@ -190,9 +190,9 @@ class Gatekeeper:
             raise Refusal(421, "invalid-input", f"this server does not go by the name {said!r}: start it with --allowed-host NAME")
 
     def _admit(self, method: str, path: str, headers: Headers) -> dict[str, object]:
-        """The scope of the request.
+        """What the request's token allows, for ``scope["state"]``.
 
-        :raises Refusal: nothing, or not this.
+        :raises Refusal: it allows nothing, or not this.
         """
         presented = _token(headers)
         granted = Scope.NONE if presented is None else self._tokens.scope_of(presented)
@@ -218,7 +218,7 @@ def _check_size(scope: Request) -> None:
 
 
 async def _bounded(headers: Headers, receive: Receive) -> Receive:
-    """Take in the body, which is small, before anything is done."""
+    """Read the whole body, which is small, before anything is done."""
     with suppress(ValueError):
         if int(headers.get("content-length", "0")) > BODY_BYTES:
             raise _too_large()
@@ -252,7 +252,7 @@ def _unauthorized(detail: str) -> Refusal:
 
 
 def _token(headers: Headers) -> bytes | None:
-    """The token of a request: from its one header, never from its address."""
+    """The token of a request, from its one header, never from its URL."""
     said = headers.getlist("authorization")
     if not said:
         return None

@@ -1,4 +1,4 @@
-"""The web server: uvicorn on a thread of its own, in ``datastates serve`` as beside a training."""
+"""The web server: uvicorn on a thread of its own, both in ``datastates serve`` and beside a training."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ _BACKLOG = 512
 class WebServer:
     """Repositories by name, served over HTTP until ``close``. Safe from any thread.
 
-    ``url`` is ``http://HOST:PORT``; port 0 takes any that is free. The other arguments are those of ``create_app``;
-    ``trusted_proxies`` are addresses whose ``X-Forwarded-…`` headers are believed.
+    ``url`` is ``http://HOST:PORT``; port 0 takes any that is free. ``trusted_proxies`` are addresses whose ``X-Forwarded-…`` headers are
+    believed. The other arguments are those of ``create_app``.
 
     :raises InvalidInput: other machines can reach it and there is no token, or the address is not valid.
     :raises Unavailable: the address is taken.
@@ -79,7 +79,7 @@ class WebServer:
         names = [*allowed_hosts, host, *([node_name()] if _is_wildcard(host) else [])]
         self.app = create_app(repositories, tokens=tokens, allowed_hosts=names, prefix=prefix, cors=cors)
         self._socket = _listen(host, port, url)
-        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # connections inherit it; asyncio forgets it here: 40 ms
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # connections inherit it; asyncio does not set it here: 40 ms
         taken = self._socket.getsockname()[1]
         self._shown = f"http://{f'[{host}]' if ':' in host else host}:{taken}{prefix and prefix + '/'}"
         self._pid = os.getpid()
@@ -92,24 +92,24 @@ class WebServer:
 
     @property
     def url(self) -> str:
-        """The url to connect to, with the port that was taken, and the prefix."""
+        """The URL to connect to, with the port that was taken, and the prefix."""
         return self._shown
 
     def show_samples(self, show: Show) -> None:
-        """Let the page show pictures of samples, by a function that gives one for a sample's index: an array, or bytes of a PNG, JPEG,
-        GIF or WebP. It is called on a thread of the server, for one sample at a time."""
+        """Let the page show pictures of samples. ``show`` returns the picture for a sample's index: an array, or bytes of a PNG, JPEG, GIF
+        or WebP. It is called on a thread of the server, for one sample at a time."""
         for served in self.app.state.served.values():
             served.pictures = Pictures(show)
 
     def stats(self) -> ServerStats:
-        """Bytes that left; ``peers`` are requests: those that are being answered, and all that were; chunks are not counted here.
-        ``refused`` are requests without a token that may, and connections for which there was no room."""
+        """Counts of this server: bytes sent; as ``peers``, the requests under way and all requests so far. Chunks are not counted here.
+        ``refused`` counts requests without a sufficient token, and connections for which there was no room."""
         totals = self.app.state.meter.totals()
         turned_away = totals.refused + self._admission.refused + self._admission.displaced
         return ServerStats(totals.bytes_sent, 0, totals.under_way, totals.requests, turned_away)
 
     def close(self, *, grace_s: float = _GRACE_S) -> None:
-        """Take no more requests, end event streams, let answers that were begun be finished; idempotent."""
+        """Stop: take no more requests, end event streams, let answers that were begun finish. Idempotent."""
         if self._is_closed or self._pid != os.getpid():
             return
         self._is_closed = True
@@ -137,7 +137,8 @@ class WebServer:
 
 
 class _Uvicorn(uvicorn.Server):
-    """Says when it listens, leaves signals alone, and ends event streams first, which would never end by themselves."""
+    """A uvicorn server that signals when it listens, leaves signals alone, and first ends event streams, which would never end by
+    themselves."""
 
     def __init__(self, app: FastAPI, admission: Admission, trusted_proxies: Sequence[str], *, has_access_log: bool) -> None:
         config = uvicorn.Config(
@@ -155,7 +156,7 @@ class _Uvicorn(uvicorn.Server):
             h11_max_incomplete_event_size=_HEADER_BYTES,
         )
         if has_access_log:
-            logging.getLogger("uvicorn.access").setLevel(logging.INFO)  # all else stays at warnings
+            logging.getLogger("uvicorn.access").setLevel(logging.INFO)  # everything else stays at warnings
         super().__init__(config)
         self._admission = admission
         self.is_ready = Latch()
@@ -180,18 +181,18 @@ class _Uvicorn(uvicorn.Server):
 
 
 def serve_in_thread(repositories: Opened | Mapping[str, Opened], url: str = "http://127.0.0.1:0", **options: object) -> WebServer:
-    """A server beside whatever this process does; a context manager whose ``url`` says where. ``options`` are those of ``WebServer``."""
+    """A server beside whatever this process does; a context manager. Its ``url`` is the address; ``options`` are those of ``WebServer``."""
     named = repositories if isinstance(repositories, Mapping) else {name_of(repositories): repositories}
-    return WebServer(named, url, **options)  # type: ignore[arg-type]  # handed on as they are
+    return WebServer(named, url, **options)  # type: ignore[arg-type]  # passed on as they are
 
 
 def serve_repository(
     repository: Opened, url: str, *, token: bytes, tls: Tls | None, is_writable: bool, pictures: Show | None = None
 ) -> WebServer:
-    """``Repository.serve`` of an ``http://`` address: the one token reads, or writes too if that is wanted.
+    """``Repository.serve`` for an ``http://`` address. The one token allows reading, and also writing if ``is_writable``.
 
-    :raises Unsupported: TLS, which is a proxy's here.
-    :raises InvalidInput: it is to be writable, and there is no token.
+    :raises Unsupported: TLS was asked for; over HTTP a proxy does that.
+    :raises InvalidInput: it should be writable, and there is no token.
     """
     if tls is not None:
         raise Unsupported(f"{url} speaks plain HTTP: leave out tls=, and put a proxy with TLS before it (docs/deployment.md)")
@@ -205,7 +206,7 @@ def serve_repository(
 
 
 def name_of(repository: Opened) -> str:
-    """The name of a repository when none is given: its folder, or its database."""
+    """The default name of a repository: that of its folder or its database."""
     location = core_of(repository, "repository").location
     name = location.root.name if location.root is not None else urlsplit(location.database_url).path.strip("/")
     return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.") or "repository"

@@ -1,4 +1,4 @@
-"""A repository that is served: by what name, and what the server keeps of it between requests."""
+"""A repository that is served: its name, and what the server keeps of it between requests."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ if TYPE_CHECKING:
 __all__ = ["Chosen", "Served", "Uid"]
 
 DOWNLOADS = 8
-"""How many may be under way at once."""
+"""How many downloads may be under way at once."""
 
 QUESTIONS = 8
-"""How many requests may read the lineage at once: the training has a processor too."""
+"""How many requests may read the lineage at once: the training needs the processor too."""
 
 ANSWER_S = 10.0
-"""What an answer may take of the database, and wait for its turn."""
+"""How long an answer may use the database, and how long it may wait for its turn."""
 
 Uid = Annotated[str, Path(pattern="^[0-9a-f]{24}$", description="A state's uid, whole: `/resolve` finds it for a revision")]
 
 
 class Served:
-    """One repository of a server. Safe from any thread; ``close`` ends what it began, not the repository."""
+    """One repository of a server. Safe from any thread. ``close`` ends the work that it began, and leaves the repository open."""
 
     def __init__(self, name: str, core: Core) -> None:
         self.name, self.core = name, core
@@ -58,10 +58,10 @@ class Served:
 
     @contextmanager
     def reading(self) -> Iterator[Session]:
-        """A session for the question of a request; it sees every capture made so far by this process. Not one within another.
+        """A session for one request; it sees every capture made so far by this process. Do not nest them.
 
-        :raises InvalidInput: what is asked takes more than ``ANSWER_S``.
-        :raises Refusal: too many ask.
+        :raises InvalidInput: the query takes longer than ``ANSWER_S``.
+        :raises Refusal: too many requests are reading.
         """
         if not self._questions.acquire(timeout=ANSWER_S):
             raise Refusal(503, Unavailable.kind, f"{QUESTIONS} requests ask {self.name!r} just now: try again later", {"Retry-After": "5"})
@@ -73,7 +73,7 @@ class Served:
 
     @contextmanager
     def reading_all(self) -> Iterator[Session]:
-        """The same for what the server itself wants to know, however long it takes."""
+        """A session for the server's own queries, however long they take."""
         with self.core.reading() as session:
             yield session
 
@@ -85,12 +85,12 @@ class Served:
         self.live.look()
 
     def warm(self) -> None:
-        """Look at the whole once, in the background: otherwise the first question about a million states would wait for seconds."""
+        """Read everything once, in the background: otherwise the first request about a million states would wait for seconds."""
         self.windows.warm(self.reading_all)
         self.statistics.warm()
 
     def close(self) -> None:
-        """Idempotent."""
+        """End the work that it began; idempotent."""
         self.live.close()
         self.windows.close()
         self.statistics.close()

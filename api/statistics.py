@@ -1,4 +1,4 @@
-"""Numbers about a whole repository: what is costly to count is kept, and counted anew in the background."""
+"""Numbers about a whole repository: counts that are costly are kept, and renewed in the background."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 __all__ = ["Statistics"]
 
 _COUNTED = tuple(field.name for field in fields(stats.Counts))
-_AT_ONCE_S = 0.05  # whoever asks waits for so much counting
+_AT_ONCE_S = 0.05  # how long a request waits for counting
 
 
 class Statistics:
     """The numbers of one repository. Safe from any thread.
 
-    What takes long to count is counted for ``SHARE`` of the time at most: a million states are counted every quarter of a minute.
+    Slow counts take at most ``SHARE`` of the time: a million states are counted every quarter of a minute.
     """
 
     def __init__(self, reading: Callable[[], AbstractContextManager[Session]], bytes_stored: Callable[[], int]) -> None:
@@ -38,10 +38,10 @@ class Statistics:
         self._bytes_stored = 0
 
     def of(self, session: Session) -> Stats:
-        """The counts as they are known now; the newest state is always the newest."""
+        """The counts as last known; the newest state is always current."""
         counts = self._counts
         if counts is None or self._took_s <= _AT_ONCE_S:
-            with self._lock:  # who comes meanwhile need not count again
+            with self._lock:  # callers that arrive meanwhile need not count again
                 if self._counts is counts:
                     self._count(session)
                 counts = self._counts
@@ -52,11 +52,11 @@ class Statistics:
         return Stats(**known, bytes_stored=self._bytes_stored, newest=stats.newest(session))
 
     def warm(self) -> None:
-        """Begin to count, so that the first question need not wait as long."""
+        """Begin to count, so that the first request waits less."""
         self._background.start("count", self._recount)
 
     def close(self) -> None:
-        """Idempotent."""
+        """End the counting; idempotent."""
         self._background.close()
 
     def _count(self, session: Session) -> None:

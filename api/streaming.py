@@ -1,4 +1,4 @@
-"""Answers that are sent piece by piece, and end when the client is gone."""
+"""Answers that are sent piece by piece, and end when the client has hung up."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ STALLED_S = 60.0
 
 
 class Streamed(Response):
-    """``pieces`` as the body. ``close`` is called once, however it ends: all sent, the reader gone, stalled, or an error.
+    """``pieces`` as the body. ``close`` is called once, however it ends: all sent, client gone or stalled, or an error.
 
-    The reader bounds the memory: a piece is asked for once the one before it was taken. An error of ``pieces`` breaks the
-    connection, so that nobody takes what was sent for the whole.
+    The client bounds the memory: the next piece is produced once the one before was taken. An error in ``pieces`` breaks the connection, so
+    that no client mistakes what was sent for the whole.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class Streamed(Response):
         self.init_headers(headers)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send until the first of them ends: the pieces, or the connection."""
+        """Send until either the pieces or the connection ends."""
         sending, leaving = asyncio.ensure_future(self._send(send)), asyncio.ensure_future(_gone(receive))
         try:
             await asyncio.wait((sending, leaving), return_when=asyncio.FIRST_COMPLETED)
@@ -47,7 +47,7 @@ class Streamed(Response):
             for task in (sending, leaving):
                 task.cancel()
             try:
-                await asyncio.gather(sending, leaving, return_exceptions=True)  # a thread that reads for it ends first
+                await asyncio.gather(sending, leaving, return_exceptions=True)  # a thread that is still reading for it ends first
                 await self._pieces.aclose()
             finally:
                 self._close()

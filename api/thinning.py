@@ -1,8 +1,8 @@
-"""Curves with fewer points: such as look the same, by M4, or the means of stretches.
+"""Curves with fewer points: thinned by M4 so that they look the same, or averaged over stretches.
 
 Of each stretch of a curve the first, the last, the least and the greatest point are kept, after Jugel, Jerzak, Hackenbroich and Markl,
-"M4: A Visualization-Oriented Time Series Data Aggregation", VLDB 2014. Stretches have equally many points here rather than equally many
-steps, so that one far step does not use up all of them. What is not finite is a gap in a curve: of each stretch the first gap is kept.
+"M4: A Visualization-Oriented Time Series Data Aggregation", VLDB 2014. Stretches here have equal numbers of points, not of steps, so
+that one step far away does not use up all of them. A value that is not finite is a gap in a curve; the first gap of each stretch is kept.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _KEPT = 5  # of each stretch
 
 
 def thin(values: npt.ArrayLike, points: int) -> npt.NDArray[np.intp]:
-    """The places of at most ``points`` values that show what all of them do, rising."""
+    """The indices of at most ``points`` values that show what all of them do, rising."""
     given = np.asarray(values, dtype=np.float64)
     if len(given) <= points:
         return np.arange(len(given))
@@ -37,7 +37,7 @@ def thin(values: npt.ArrayLike, points: int) -> npt.NDArray[np.intp]:
 
 
 def pool(sums: npt.ArrayLike, counts: npt.ArrayLike, points: int) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.float64]]:
-    """The means of at most ``points`` stretches of sums of so many values: the place where each stretch ends, and its mean.
+    """The means over at most ``points`` stretches, from sums and counts of values: the index where each stretch ends, and its mean.
 
     The mean of no values is NaN.
     """

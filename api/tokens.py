@@ -19,9 +19,9 @@ _SCOPES = {scope.name.lower(): scope for scope in (Scope.READ, Scope.WRITE, Scop
 
 
 def read_tokens(path: str | os.PathLike[str] | None = None, environ: Mapping[str, str] | None = None) -> dict[str, Scope]:
-    """Each token and its scope: from a file with lines ``SCOPE TOKEN``, else from ``DATASTATES_WEB_TOKENS``; none is fine.
+    """Each token and its scope, from a file with lines ``SCOPE TOKEN``, else from ``DATASTATES_WEB_TOKENS``; there may be none.
 
-    :raises InvalidInput: the file cannot be read, or a line says no scope, or a token that can be guessed, or other users
+    :raises InvalidInput: the file cannot be read; a line has no scope, or a token that can be guessed; or other users
         of the machine can read the file. Tokens are not shown.
     """
     if path is None:
@@ -52,7 +52,7 @@ def _entry(scope: str, token: str, *, where: str) -> tuple[str, Scope]:
 def check_token(token: str, where: str) -> None:
     """Raise unless a token can be used.
 
-    :raises InvalidInput: it can be guessed, or can never arrive. It is not shown.
+    :raises InvalidInput: it can be guessed, or can never arrive. The token is not shown.
     """
     if len(token) < _CHARACTERS:
         raise InvalidInput(f"{where}: the token has {len(token)} characters, and fewer than {_CHARACTERS} can be guessed: {_MAKE}")

@@ -1,7 +1,7 @@
-"""Windows of graphs: the history of each set of heads is drawn once, kept in memory, and given out by rows.
+"""Windows of graphs: the history of each set of heads is drawn once, kept in memory, and served by rows.
 
-When heads move by captures, what is new on top is drawn at once. What takes longer is drawn in the background, while windows of
-the drawing before it are given; a page of it says that it is not current.
+When heads move by captures, the new rows on top are drawn at once. A drawing that takes longer is made in the background. Until it is
+done, windows come from the drawing before it, and a page says that it is not current.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Windows"]
 
-_AT_ONCE = 20_000  # rows that a request may draw: some 10 ms
+_AT_ONCE = 20_000  # rows that a request may draw itself: some 10 ms
 _HISTORIES = 8  # sets of heads whose drawings are kept; at most 16 bytes a row each
 
 _ref = table(RefRow)
@@ -56,8 +56,8 @@ class Windows:
     ) -> GraphPage:
         """Rows of the history of ``heads``, which are revisions; none: of everything that a ref names.
 
-        ``around`` is the uid of a state that is to be in the middle, whatever ``first`` says. ``look`` says that stretches of states are
-        one row each, None that every state has its own.
+        ``around`` is the uid of a state to be put in the middle, whatever ``first`` says. With ``look`` stretches of states are one row
+        each; None gives every state its own row.
 
         :raises NotFound: a head names nothing, or ``around`` is not in the history.
         """
@@ -72,7 +72,7 @@ class Windows:
         return GraphPage(uids, folded.version, first, drawing.total, drawing.width, rows, is_current, branches, folded.states)
 
     def overview(self, session: Session, heads: Sequence[str], look: Look | None = None) -> Overview:
-        """The whole of what ``page`` gives rows of, in small.
+        """An overview of the whole drawing of which ``page`` gives rows.
 
         :raises NotFound: a head names nothing.
         """
@@ -125,7 +125,7 @@ class Windows:
         return rows, {rank: folded.names.branches[rank] for rank in sorted(seen)}
 
     def warm(self, reading: Callable[[], AbstractContextManager[Session]]) -> None:
-        """Begin to draw what all refs name, so that the first question need not wait as long."""
+        """Begin to draw the history of all refs, so that the first request waits less."""
 
         def draw() -> None:
             with reading() as session:
@@ -134,7 +134,7 @@ class Windows:
         self.background.start("warm", draw)
 
     def close(self) -> None:
-        """Idempotent."""
+        """End the drawing; idempotent."""
         self.background.close()
 
     def _of(self, key: tuple[str, ...]) -> _Kept:
@@ -147,7 +147,7 @@ class Windows:
 
 
 class _Kept:
-    """The drawing of some heads, as they stood when one last could see to it."""
+    """The drawing of some heads, as they stood when it was last made."""
 
     def __init__(self, windows: Windows, key: tuple[str, ...]) -> None:
         self._windows, self._key = windows, key
@@ -156,7 +156,7 @@ class _Kept:
         self._lock = threading.Lock()
 
     def drawing_of(self, session: Session, heads: frozenset[int], trunk: int | None) -> tuple[Drawing, tuple[str, ...], bool]:
-        """The drawing of ``heads`` and their uids, or of heads as they stood before; and whether it is the first of these."""
+        """The drawing of ``heads`` and their uids, or of heads as they stood before; and whether it is of the current heads."""
         kept = self._drawing
         if kept is None or (kept[0].heads, kept[0].trunk) != (heads, trunk):
             with self._lock:

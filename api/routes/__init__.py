@@ -1,1 +1,1 @@
-"""The routes, one file a noun; each parses, calls one function, renders."""
+"""The routes, one file for each noun. Each route parses, calls one function, and renders."""

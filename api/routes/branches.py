@@ -1,4 +1,4 @@
-"""Branches at a glance: what a person asks first."""
+"""A summary of the branches, which people ask for first."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""States beside each other, branches by their settings and metrics, and how the values of a tensor are spread."""
+"""Comparisons: states beside each other, branches by their settings and metrics, and the distribution of a tensor's values."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from datastates.lineage.show.parallels import Parallels, Taken
 __all__ = ["routes"]
 
 COUNTING_S = 10.0
-"""What counting the values of a tensor may take."""
+"""The time that counting a tensor's values may take."""
 
 routes = Routes("comparison")
 
@@ -29,7 +29,7 @@ Revisions = Annotated[list[Annotated[str, Query(min_length=1, max_length=500)]],
 
 @routes.add("GET", "/comparison", scope=Scope.READ, returns=Comparison)
 def compare_states(served: Chosen, request: Request, rev: Revisions) -> Response:
-    """States beside each other: configuration, metrics, attributes, code, and where each can be restored; no payload is read."""
+    """States beside each other: configuration, metrics, attributes, code, and where each can be restored; reads no payload."""
     comparison.check_count(len(rev))
     with served.reading() as session:
         found = comparison.compare(session, rev, [revision.resolve(session, each) for each in rev])
@@ -45,7 +45,7 @@ def list_parallels(
     taken: Annotated[Taken, Query(description="Which value of a metric stands for a branch")] = Taken.BEST,
     limit: Annotated[int, Query(ge=1, le=parallels.MOST, description="At most so many branches")] = parallels.MOST,
 ) -> Response:
-    """Branches by settings and metrics, an axis each: for parallel coordinates and scatter plots."""
+    """Branches by settings and metrics, one axis for each: for parallel coordinates and scatter plots."""
     with served.reading() as session:
         found = parallels.parallels(session, q, name=name, taken=taken, limit=limit)
     return reply(found, request=request, etag=True)
@@ -60,7 +60,7 @@ def tensor_histogram(
     bins: Annotated[int, Query(ge=1, le=MOST_BINS)] = BINS,
     scale: Annotated[Scale, Query(description="What the bins are equally wide in: values, or logarithms of magnitudes")] = Scale.LINEAR,
 ) -> Response:
-    """How the values of one tensor are spread in some states, over the same bins; it is read in pieces, for at most 10 s."""
+    """How the values of one tensor are distributed in some states, over the same bins; it is read in pieces, for at most 10 s."""
     with served.reading() as session:
         states = [revision.resolve(session, each) for each in rev]
     etag = etag_of("histogram-1", [(state.uid, state.digest) for state in states], path, bins, scale)

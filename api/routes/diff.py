@@ -33,7 +33,7 @@ class TensorReport(TensorChange):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiffReport(Diff):
-    """From ``old`` to ``new``, as ``datastates.algebra.diff.to_plain`` says it."""
+    """The difference between ``old`` and ``new``, as ``datastates.algebra.diff.to_plain`` gives it."""
 
     tensors: tuple[TensorReport, ...]
 
@@ -50,9 +50,9 @@ def diff(
         bool, Query(description="Tensors by their manifests alone, no payload is read: `unread` are those that may differ")
     ] = False,
 ) -> Response:
-    """Compare two states: each tensor, metrics, values, configuration and code; as `datastates diff --json`.
+    """Compare two states: each tensor, metrics, values, configuration and code, as `datastates diff --json` does.
 
-    Where the bytes of one of them cannot be had, `lacking` says why and which state can be restored instead, and all else is told.
+    Where the bytes of one of them are not available, `lacking` says why and which state can be restored instead; all else is compared.
     """
     with served.reading() as session:
         one, other = revision.resolve(session, old), revision.resolve(session, new)
@@ -65,7 +65,7 @@ def diff(
         look = stop_when_gone(request)
         with served.payload_reads.one():
             found = compare(served.core, one.uid, other.uid, only=only, on_progress=lambda done, total: look())
-    if found.lacking:  # what is not here now may come
+    if found.lacking:  # bytes that are not here now may come
         told = tuple(replace(each, why=placeless(each.why, request.scope)) for each in found.lacking)
         return reply(to_plain(replace(found, lacking=told)), request=request)
     return reply(to_plain(found), request=request, etag=etag)

@@ -40,7 +40,7 @@ _LastId = Annotated[int | None, Header(alias="Last-Event-ID", ge=0, lt=2**63, de
 
 
 class EventStream(Response):
-    """The stream, for the document."""
+    """The type of the stream, for the document."""
 
     media_type = MEDIA_TYPE
 
@@ -49,8 +49,8 @@ class EventStream(Response):
 def events(served: Chosen, after: _Id = None, last_event_id: _LastId = None) -> Response:
     """Server-sent events of every ref, as they happen.
 
-    Without `after` and `Last-Event-ID` from now on. The first event is `hello`; its id is where the stream begins. Then each `ref`
-    is one line of a reflog, with the id to resume at. Comments every 15 s say that the stream lives.
+    Without `after` and `Last-Event-ID` the stream begins now. The first event is `hello`; its id is where the stream begins. Then each
+    `ref` is one line of a reflog, with the id to resume from. Comments every 15 s show that the stream is alive.
     """
     listener = served.live.listen(after if last_event_id is None else last_event_id)
     return Streamed(_lines(listener), close=listener.close, headers=_HEADERS, media_type=MEDIA_TYPE)

@@ -50,7 +50,7 @@ def overview(
     open_: Annotated[list[Uid] | None, Query(alias="open", max_length=64, description="As for the graph")] = None,
     alone: Annotated[list[Uid] | None, Query(max_length=64, description="As for the graph")] = None,
 ) -> Response:
-    """The whole of a graph in small: where each branch stands in it."""
+    """An overview of the whole graph: where each branch stands in it."""
     with served.reading() as session:
         look = Look(tuple(open_ or ()), tuple(alone or ())) if fold else None
         found = served.windows.overview(session, head or [], look)

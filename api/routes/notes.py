@@ -37,9 +37,9 @@ def list_notes(
 
 @routes.add("POST", "/notes", scope=Scope.WRITE, returns=Note, status=201)
 def write_note(served: Chosen, body: NewNote) -> Response:
-    """Note something of a state or of a branch.
+    """Write a note on a state or a branch.
 
-    A branch has its notes by its name. Nobody checks who the author is: whoever may write says it.
+    The notes of a branch belong to its name. The author is not verified: any client that may write can give any name.
     """
     with served.writing() as session:
         note = notes.write(session, body.text, state=body.state, branch=body.branch, author=body.author)
@@ -48,7 +48,7 @@ def write_note(served: Chosen, body: NewNote) -> Response:
 
 @routes.add("PATCH", "/notes/{uid}", scope=Scope.WRITE, returns=Note)
 def edit_note(served: Chosen, uid: _NoteUid, body: NoteText) -> Response:
-    """Change the text of a note; it says from then on that it was edited."""
+    """Change the text of a note, which is marked as edited from then on."""
     with served.writing() as session:
         note = notes.edit(session, uid, body.text)
     return reply(note)

@@ -1,4 +1,4 @@
-"""What goes on and what lies where: processes, servers, clones, tiers."""
+"""What is going on and what is stored where: processes, servers, clones, tiers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def list_processes(
     ] = None,
     limit: Annotated[int, Query(ge=1, le=500, description="At most so many")] = 100,
 ) -> Response:
-    """The processes that track just now: whether each is at work, and what its trainings captured last."""
+    """The processes that are tracking now: whether each is at work, and what its trainings captured last."""
     with served.reading() as session:
         found = processes.now(session, served.core.home, metric=metric, limit=limit)
     return reply(found, request=request, etag=True)
@@ -66,7 +66,7 @@ def forecast(
     request: Request,
     limit: Annotated[int, Query(ge=1, le=500, description="At most so many of the states that would go")] = 50,
 ) -> Response:
-    """What retention would drop if it were applied now, by what trainings asked for and this server's configuration; nothing is dropped."""
+    """What retention would drop if applied now, by the trainings' requests and this server's configuration; nothing is dropped."""
     return reply(served.forecasts.of(limit), request=request, etag=True)
 
 
@@ -76,7 +76,7 @@ def list_incomplete(
     request: Request,
     limit: Annotated[int, Query(ge=0, le=500, description="At most so many of those that were given up")] = 50,
 ) -> Response:
-    """The states of several ranks that wait for parts of some of them, and those that were given up, with the reasons."""
+    """The states of several ranks that still wait for parts of some of them, and those that were given up, with the reasons."""
     with served.reading() as session:
         found = incomplete(session, limit=limit)
     return reply(found, request=request, etag=True)
@@ -101,7 +101,7 @@ def list_clones(
 
 @routes.add("GET", "/servers", scope=Scope.READ, returns=Page[ServerInfo])
 def list_servers(served: Chosen, request: Request) -> Response:
-    """Where the process that answers serves this repository, and who is connected; what other processes serve they alone know."""
+    """Where the answering process serves this repository, and who is connected; only other processes know what they serve."""
     items = []
     for each in served.core.servers:
         if isinstance(each, Server):
@@ -111,7 +111,7 @@ def list_servers(served: Chosen, request: Request) -> Response:
 
 
 def _disk(served: Served) -> tuple[int | None, int | None]:
-    """The size of the disk that the packs lie on, and what is free of it."""
+    """The size of the disk that holds the packs, and how much of it is free."""
     try:
         usage = shutil.disk_usage(served.core.location.packs)
     except OSError:

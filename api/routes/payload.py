@@ -48,7 +48,7 @@ _Want = Annotated[
 
 
 class File(Response):
-    """The file, for the document."""
+    """The type of the file, for the document."""
 
     media_type = MEDIA_TYPE
 
@@ -63,9 +63,9 @@ def payload(
     if_range: _IfRange = None,
     want_content_digest: _Want = None,
 ) -> Response:
-    """A state's tensors as one safetensors file, or those that `only` asks for.
+    """A state's tensors as one safetensors file, or those that `only` selects.
 
-    Each chunk is checked when it is read. Should one be damaged, the connection breaks: nothing wrong is ever sent.
+    Each chunk is checked when it is read. If one is damaged, the connection breaks: wrong bytes are never sent.
     """
     state, etag = _state(served, uid, only)
     if is_known(request, etag):
@@ -87,7 +87,7 @@ def payload(
             body = list(pieces)
             headers["Content-Digest"] = digest_of(body, algorithm)
             pieces = iter(body)
-        first = next(pieces)  # what is wrong already is said in words
+        first = next(pieces)  # damage at the very start is still reported in words
         close: Callable[[], None] = stack.pop_all().close
     return Streamed(_body(first, pieces, state), close=close, headers=headers, media_type=MEDIA_TYPE, status=status)
 

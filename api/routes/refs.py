@@ -49,7 +49,7 @@ def get_ref(served: Chosen, name: Name, request: Request) -> Response:
 
 @routes.add("PUT", "/refs/{name:path}", scope=Scope.WRITE, returns=Ref, status=201, responses={409: {}, 412: {}})
 def make_ref(served: Chosen, name: Name, body: NewRef, if_none_match: _IfNoneMatch = None) -> Response:
-    """Make a branch or a tag. A name that is taken is a conflict: it is moved by `PATCH`."""
+    """Create a branch or a tag. A name that is taken is a conflict: `PATCH` moves it."""
     if body.kind is RefKind.BRANCH and body.message is not None:
         raise InvalidInput(f"a branch has no message: leave it out, or make {name!r} a tag")
     uid = _resolve(served, body.rev)
@@ -79,7 +79,7 @@ def move_ref(served: Chosen, name: Name, body: RefMove, if_match: IfMatch = None
 
 @routes.add("DELETE", "/refs/{name:path}", scope=Scope.WRITE, returns=None, status=204, responses=_CHANGED)
 def delete_ref(served: Chosen, name: Name, if_match: IfMatch = None) -> Response:
-    """Take a name away, if it still has the version of `If-Match`. The states stay, and the reflog."""
+    """Delete a name, if it still has the version of `If-Match`. The states and the reflog stay."""
     with _changing(served, name, if_match) as (session, ref):
         deleted = refs.delete(session, name, reason="delete (web)")
         if deleted.version != ref.version:
@@ -95,7 +95,7 @@ def reflog(
     after: Annotated[int | None, Query(ge=1, lt=2**63, description="The `next` of the page before")] = None,
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
 ) -> Response:
-    """The moves of a name, newest first; even of one that was deleted."""
+    """The moves of a name, newest first, even of a deleted one."""
     with served.reading() as session:
         found = refs.reflog(session, name, limit=limit + 1, before=after)
     items = tuple(found[:limit])
@@ -105,10 +105,10 @@ def reflog(
 
 @contextmanager
 def _changing(served: Served, name: str, if_match: str | None) -> Iterator[tuple[Session, Ref]]:
-    """A transaction that changes a ref of the version that was asked for; if somebody else was faster, the answer is 412.
+    """A transaction that changes a ref at the requested version; if another client was faster, the answer is 412.
 
-    What is read and what is written are one on SQLite, whose writers queue. On PostgreSQL somebody may come in between: the change
-    compares the state, and afterwards, when the row is ours, the version is compared once more.
+    On SQLite, whose writers queue, nothing comes between the read and the write. On PostgreSQL something may: the change compares the
+    state, and afterwards, when the row is ours, the version is compared once more.
     """
     if if_match is None:
         raise Refusal(428, "invalid-input", f"say which version of {name!r} is meant: send the ETag of GET as If-Match")

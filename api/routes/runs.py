@@ -28,7 +28,7 @@ def list_runs(
     limit: Annotated[int, Query(ge=1, le=1000, description="At most so many")] = 100,
     fields: Annotated[str | None, Query(max_length=1000, description="Only these fields, separated by commas")] = None,
 ) -> Response:
-    """The trainings, the last begun first; a process that captured states without one counts as one."""
+    """The trainings, the last begun first; a process that captured states without a training counts as one."""
     with served.reading() as session:
         found, following = runs.listing(session, limit=limit, after=after)
         page = Page(tuple(infos(session, found, served.core.home)), following)

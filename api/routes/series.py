@@ -21,7 +21,7 @@ __all__ = ["routes"]
 routes = Routes("series")
 
 POINTS_MAX = 200_000
-"""Of all lines of an answer together."""
+"""The most points that all lines of an answer have together."""
 
 Revision = Annotated[str, Query(min_length=1, max_length=500)]
 Key = Annotated[str, Query(min_length=1, max_length=255)]
@@ -42,7 +42,7 @@ def series(
         str | None, Query(min_length=1, max_length=300, description="`study`, `config.KEY` or `attr.KEY`: what `group` says of each line")
     ] = None,
 ) -> Response:
-    """Metrics along the first parents of some heads, and where these paths part."""
+    """Metrics along the first parents of some heads, and where these paths fork."""
     heads, keys = list(dict.fromkeys(head)), list(dict.fromkeys(key))
     if len(heads) * len(keys) * points > POINTS_MAX:
         least = POINTS_MAX // (len(heads) * len(keys))

@@ -1,4 +1,4 @@
-"""The server itself: what it serves, whether it lives, what it counts."""
+"""The server itself: what it serves, whether it is alive, what it counts."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 routes = Routes("service", prefix=API)
 root = Routes("service", prefix="")
-"""Those outside ``/api/v1``."""
+"""The routes outside ``/api/v1``."""
 
 
 class Text(Response):
-    """The text, for the document."""
+    """The type of the text, for the document."""
 
     media_type = "text/plain"
 
 
 @routes.add("GET", "/repositories", scope=Scope.READ, returns=Page[RepositoryInfo])
 def repositories(request: Request) -> Response:
-    """The repositories of this server, and what the asker may do with them."""
+    """The repositories of this server, and what the client may do with them."""
     scope = Scope(request.scope["state"]["granted"]).name.lower()
     items = []
     for served in _served(request):
@@ -44,7 +44,7 @@ def repositories(request: Request) -> Response:
 
 @root.add("GET", "/healthz", scope=Scope.NONE, returns=None, response_class=Text)
 async def healthz() -> Response:
-    """Whether the server lives: `ok`, and nothing more."""
+    """Whether the server is alive: `ok`, and nothing more."""
     return Text("ok\n")
 
 

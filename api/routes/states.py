@@ -44,7 +44,7 @@ def find_states(
     limit: Limit = 100,
     fields: Fields = None,
 ) -> Response:
-    """The states for which a search holds, in its order."""
+    """The states that a search finds, in its order."""
     with served.reading() as session:
         check_names(session, q)
         found = search.find(session, q, after=after, limit=limit)

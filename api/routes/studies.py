@@ -1,4 +1,4 @@
-"""Studies: the trees of their variants; what was merged; and the reports on outliers."""
+"""Studies and the trees of their variants; merged states; and the reports on outliers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _ANSWERS: dict[int | str, dict[str, object]] = {
 
 
 class Picture(Response):
-    """The picture, for the document."""
+    """The type of the picture, for the document."""
 
     media_type = TYPES[0]
 
@@ -57,7 +57,7 @@ def get_study(
     direction: _Direction = None,
     limit: Annotated[int, Query(ge=1, le=2000, description="At most so many variants")] = 500,
 ) -> Response:
-    """One study: its variants as a tree, with what each cost and came to, and which failed and why."""
+    """One study: its variants as a tree, with the cost and the result of each, and which failed and why."""
     with served.reading() as session:
         living = partial(life_of, home=served.core.home)
         found = studies.study(session, name, metric=metric, direction=direction, limit=limit, living=living)
@@ -82,7 +82,7 @@ def list_merges(
 def list_reports(
     served: Chosen, request: Request, limit: Annotated[int, Query(ge=1, le=500, description="At most so many")] = 100
 ) -> Response:
-    """The reports on outliers that were kept, the newest first."""
+    """The reports on outliers that are stored, the newest first."""
     with served.reading() as session:
         page = Page(reports.reports(session, limit=limit), None)
     return reply(page, request=request, etag=True)
@@ -109,7 +109,7 @@ def sample_picture(
     report: _Id,
     index: Annotated[int, Path(ge=0, lt=2**63, description="The `index` of a sample that the report kept")],
 ) -> Response:
-    """A picture of a sample: as the server's own function draws it, or as the report keeps it."""
+    """A picture of a sample, as the server's own function draws it or as the report stores it."""
     with served.reading() as session:
         kept = reports.picture(session, report, index)
     image = kept if served.pictures is None else served.pictures.of(index)

@@ -1,4 +1,4 @@
-"""Writing about a state after its capture: attributes; and its bytes, which may be dropped."""
+"""Changes to a state after its capture: setting attributes, and dropping its bytes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _Force = Annotated[bool, Query(description="Drop it although a ref names it; nev
 def annotate_state(served: Chosen, uid: Uid, body: Annotations) -> Response:
     """Set attributes of a state.
 
-    Those that are null are taken away, all others stay. The state's digest does not change: it says what was captured.
+    Attributes that are null are removed; all others stay. The state's digest does not change: it identifies what was captured.
     """
     with served.writing() as session:
         state = annotate(session, uid, body.attributes)
@@ -35,6 +35,6 @@ def annotate_state(served: Chosen, uid: Uid, body: Annotations) -> Response:
 def evict_state(served: Chosen, uid: Uid, force: _Force = False) -> Response:
     """Drop a state's bytes from the server's disk and memory.
 
-    What is known of the state stays, and what other states need of its bytes. The answer is how many bytes were set free.
+    The state's record stays, and so do the bytes that other states need. The answer says how many bytes were freed.
     """
     return reply(Evicted(uid, evict(served.core, uid, is_forced=force)))
