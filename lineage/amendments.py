@@ -1,7 +1,7 @@
-"""Amendments: what was written or changed in tables that do not only grow, a row for each, in one table that does.
+"""Amendments: one append-only table with a row for each write or change in tables that do not only grow.
 
-Whoever tells others what is new in a lineage (``search/news``) finds it behind the last amendment that was told, and reads there what holds
-now.
+A process that publishes what is new in a lineage (``search/news``) reads the amendments after the last one that it published, and looks up
+the current values.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["Amended", "amend"]
 
 
 class Amended(StrEnum):
-    """What is another than it was: the record of a run, the attributes of a state, its seal, a variant of a study, a report."""
+    """What changed: the record of a run, the attributes of a state, its seal, a variant of a study, a report."""
 
     RUN = "run"
     ATTRIBUTES = "attributes"
@@ -31,7 +31,7 @@ class Amended(StrEnum):
 
 
 def amend(session: Session, kind: Amended, names: Iterable[str], *, study: str | None = None) -> None:
-    """Note that these are new, or others than before: uids of runs or states, or names. Of variants also their ``study``."""
+    """Note that these are new or have changed: uids of runs or states, or names. Variants also need their ``study``."""
     rows = [{"kind": kind.value, "name": name, "study": study} for name in names]
     if rows:
         session.execute(_NOTE, rows)

@@ -1,4 +1,4 @@
-"""Many values in several statements: a database takes so many in one."""
+"""Splits many values into batches, since a database accepts only so many in one statement."""
 
 from __future__ import annotations
 
@@ -11,6 +11,6 @@ T = TypeVar("T")
 
 
 def batches(values: Sequence[T], most: int) -> Iterator[list[T]]:
-    """The values in their order, at most so many at a time; nothing of none."""
+    """The values in their order, at most ``most`` at a time; no batch if there are none."""
     for start in range(0, len(values), most):
         yield list(values[start : start + most])

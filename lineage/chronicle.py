@@ -1,8 +1,8 @@
-"""What a lineage tells a folder of packs beside the manifests, so that it can be rebuilt from the folder alone: the format of it.
+"""The format in which a lineage tells a folder of packs what the manifests lack, so that it can be rebuilt from the folder alone.
 
 A manifest says what its state is. It does not say what names point to, what people noted, how a training was configured, where a state
-was cloned from, what it held when it was sealed, how studies went, nor anything of states that were only in memory. Times are microseconds
-since the epoch, as in the schema. Fields are only ever added, at the end.
+was cloned from, what it held when it was sealed, how studies went, nor anything about states that were only in memory. Times are
+microseconds since the epoch, as in the schema. Fields are only ever added, at the end.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ VERSION = 1
 
 
 class Mark(msgspec.Struct, frozen=True, array_like=True):
-    """How far a lineage was told: its newest rows, and by what they are known again in a lineage that was brought back from a copy."""
+    """How far a lineage has been told: its newest rows, and how to recognize them in a lineage that was restored from a copy."""
 
     run: int = 0
     state: int = 0
@@ -89,7 +89,7 @@ class StateLine(msgspec.Struct, frozen=True, array_like=True):
 
 
 class EventLine(msgspec.Struct, frozen=True, array_like=True):
-    """A line of a reflog; ``message`` is that of the name."""
+    """A line of a reflog; ``message`` is that of the ref."""
 
     id: int
     name: str
@@ -102,7 +102,7 @@ class EventLine(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RemarkLine(msgspec.Struct, frozen=True, array_like=True):
-    """A note of somebody's on a state or on a branch."""
+    """A note on a state or on a branch."""
 
     uid: str
     state: str | None
@@ -127,14 +127,14 @@ class CloneLine(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SealLine(msgspec.Struct, frozen=True, array_like=True):
-    """What a state holds, by a digest that cannot be forged."""
+    """The seal of a state: what it holds, by a digest that cannot be forged."""
 
     state: str
     digest: str
 
 
 class VariantLine(msgspec.Struct, frozen=True, array_like=True):
-    """A variant of a study as it is now."""
+    """A variant of a study, as it is now."""
 
     study: str
     name: str
@@ -160,7 +160,7 @@ class SampleLine(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ReportLine(msgspec.Struct, frozen=True, array_like=True):
-    """A report on outliers as it is now."""
+    """A report on outliers, as it is now."""
 
     name: str
     created_at: int
@@ -176,7 +176,7 @@ class AttributesLine(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Entry(msgspec.Struct, frozen=True, array_like=True):
-    """What was new since the entry before; ``remarks`` are all that there are, or None where they are as they were."""
+    """What was new since the entry before. ``remarks`` are all notes that exist, or None if they have not changed."""
 
     lineage: str
     written_at: int
@@ -193,5 +193,5 @@ class Entry(msgspec.Struct, frozen=True, array_like=True):
 
 
 def fitting(attributes: Mapping[str, Value]) -> dict[str, Value]:
-    """Attributes as a chronicle takes them: integers of more than 64 bits, which earlier versions took, as texts."""
+    """Attributes as a chronicle stores them: integers of more than 64 bits, which earlier versions accepted, become text."""
     return {key: str(value) if isinstance(value, int) and not -(2**63) <= value < 2**64 else value for key, value in attributes.items()}

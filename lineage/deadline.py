@@ -1,7 +1,7 @@
-"""Deadlines: the database itself ends a question that takes longer.
+"""Deadlines: the database itself ends a query that takes too long.
 
-A revision, a search or a history that somebody else asks for costs what they like, up to here. SQLite looks at the clock while it
-works, PostgreSQL is told its ``statement_timeout``, and no further statement begins. Without a deadline nothing is ended.
+A revision, a search or a history that another user asks for may cost anything up to the deadline. SQLite checks the clock while it works,
+PostgreSQL is given a ``statement_timeout``, and no further statement begins. Without a deadline nothing is ended.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 
 __all__ = ["enforced", "overdue", "within"]
 
-_STEPS = 10_000  # of SQLite's machine between two looks at the clock: some 100 us
+_STEPS = 10_000  # of SQLite's virtual machine between two checks of the clock: some 100 us
 _until: ContextVar[tuple[float, float] | None] = ContextVar("datastates_deadline", default=None)
 
 
 @contextmanager
 def within(seconds: float) -> Iterator[None]:
-    """Give everything that this thread or task reads in the block a deadline, all together; one that was set before still holds.
+    """Give everything that this thread or task reads in the block one common deadline; a deadline set before still holds.
 
-    :raises InvalidInput: (by what reads) it took longer.
+    :raises InvalidInput: (raised by the reads) it took longer.
     """
     token = _until.set(_until.get() or (time.monotonic() + seconds, seconds))
     try:
@@ -46,7 +46,7 @@ def _check(*_: object) -> None:
 
 @contextmanager
 def enforced(session: Session) -> Iterator[None]:
-    """Have the database end what is read in a session when the deadline passes, if there is one."""
+    """Have the database end reads in a session when the deadline passes, if there is one."""
     until = _until.get()
     if until is None:
         yield
@@ -67,7 +67,7 @@ def enforced(session: Session) -> Iterator[None]:
 
 
 def overdue() -> InvalidInput:
-    """The error of a question that takes too long."""
+    """The error for a query that takes too long."""
     until = _until.get()
     given = "" if until is None else f" more than {until[1]:g} s"
     return InvalidInput(f"the answer takes{given}, and was given up: ask for less (fewer heads, fewer '@best', a narrower search)")

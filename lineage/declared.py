@@ -1,7 +1,7 @@
-"""Tables that are declared as classes, in the words of SQLAlchemy's ORM and without it: its import takes as long as a whole command may.
+"""Declares tables as classes, in the terms of SQLAlchemy's ORM but without it: importing it takes as long as a whole command may take.
 
-Type checkers take the three names for SQLAlchemy's. A class that derives from ``DeclarativeBase`` and has a name of a table stands for that
-table in statements, and its attributes for the columns.
+Type checkers take the three names for SQLAlchemy's. A class that derives from ``DeclarativeBase`` and has a table name stands for that
+table in statements, and its attributes stand for the columns.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ else:
     _OPTIONAL = " | None"
 
     class Mapped:
-        """The annotation of a column; it is never asked for more than its text."""
+        """The annotation of a column; only its text is ever used."""
 
     class DeclarativeBase:
         """The root of the classes that share ``metadata``."""
@@ -38,19 +38,19 @@ else:
 
         @classmethod
         def __clause_element__(cls) -> Table:
-            """What SQLAlchemy takes the class for."""
+            """The table, which SQLAlchemy uses in place of the class."""
             return cls.__table__
 
     def mapped_column(*arguments: Any, **options: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """A column whose name, and what is not said here, come from the annotation."""
+        """A column whose name, and all that is not given here, come from the annotation."""
         return arguments, options
 
     def _column(cls: type, name: str, noted: str) -> Column[Any]:
-        """``x: Mapped[int | None] = mapped_column(…)``: annotations are texts here."""
+        """The column for ``x: Mapped[int | None] = mapped_column(…)``; annotations are strings here."""
         inner = noted.removeprefix("Mapped[").removesuffix("]")
         arguments, options = cls.__dict__.get(name, ((), {}))
         plain = inner.removesuffix(_OPTIONAL)
-        type_ = () if arguments else (_TYPES[plain](),)  # a foreign key has the type of what it names
+        type_ = () if arguments else (_TYPES[plain](),)  # a foreign key has the type of the column that it refers to
         is_key = options.get("primary_key", False)
         return Column(name, *type_, *arguments, **{"nullable": inner != plain and not is_key, **options})
 

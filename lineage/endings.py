@@ -1,7 +1,7 @@
-"""How trainings ended: what is recorded with a run when it ends, and what that says later.
+"""How trainings ended: what is recorded with a run when it ends, and how that is read later.
 
-A training that closed without an error has ended. An error fails it; Ctrl-C, SIGTERM and their like interrupt it. A process that went
-without a word was killed: nobody noted that at the time, so it follows from what was found of the process afterwards.
+A training that closed without an error has ended. An error fails it; Ctrl-C, SIGTERM and the like interrupt it. A process that vanished
+without a record was killed: nobody noted that at the time, so it is inferred from what was later found out about the process.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["Ending", "How", "ending_of", "facts_of"]
 
 _HOW, _ERROR, _STEP = f"{OURS}ended", f"{OURS}error", f"{OURS}ended_at_step"
 _SIGNALLED = {128 + number for number in (1, 2, 15)}  # exit codes of SIGHUP, SIGINT and SIGTERM
-_LONGEST = 200  # of what an error said
+_LONGEST = 200  # characters kept of an error's message
 
 
 class How(StrEnum):
@@ -33,8 +33,8 @@ class How(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """How a training ended; of one that failed or was interrupted the ``step`` that it had reached, of a failure its ``error``: the class
-    and the first line of what it said.
+    """How a training ended. If it failed or was interrupted, ``step`` is the step that it had reached; if it failed, ``error`` is the class
+    of the error and the first line of its message.
     """
 
     how: How
@@ -43,7 +43,7 @@ class Ending:
 
 
 def facts_of(error: BaseException | None, step: int) -> dict[str, Value]:
-    """What is recorded of a training that an error ended at a step; of one that ended well nothing."""
+    """What is recorded of a training that an error ended at a step; nothing for one that ended well."""
     how = _how(error)
     if error is None or how is How.ENDED:
         return {}
@@ -54,7 +54,7 @@ def facts_of(error: BaseException | None, step: int) -> dict[str, Value]:
 def ending_of(run: Run, died: Mapping[str, datetime], *, is_over: bool) -> Ending | None:
     """How a run ended; None while it goes on, or may. ``is_over``: its process is known to have ended.
 
-    :param died: by uid, when processes were found dead: their trainings that were not over by then ended with them.
+    :param died: when processes were found dead, by uid: their trainings that were not over by then ended with them.
     """
     if run.finished_at is None:
         return Ending(How.KILLED) if is_over else None
@@ -75,15 +75,15 @@ def _how(error: BaseException | None) -> How:
             return How.INTERRUPTED if error.code in _SIGNALLED else How.FAILED
         case Exception():
             return How.FAILED
-        case _:  # Ctrl-C, a task that is cancelled
+        case _:  # Ctrl-C, a cancelled task
             return How.INTERRUPTED
 
 
 def _said(error: BaseException) -> str:
-    """The class of an error, and the first line of what it said, without secrets and with nothing that a database could refuse."""
+    """The class of an error and the first line of its message, without secrets and without anything that a database could refuse."""
     try:
         text = str(error).strip().partition("\n")[0]
-    except Exception:  # an error of the user's, which may do anything
+    except Exception:  # an error of the user's, whose methods may do anything
         text = ""
     name = type(error).__name__
     shown = "".join(each if each.isprintable() else " " for each in masking.text(f"{name}: {text}" if text else name))

@@ -1,7 +1,8 @@
 """A SQLite file that may not be written: a read-only file system, a snapshot, another user's.
 
-SQLite itself wants to write beside a file that it only reads, where it logs ahead. So a file with a log and an index of it is read with
-them, one without a log as it lies, and a log without an index, or a schema of an older version, from a copy of our own.
+SQLite itself wants to write beside a file that it only reads, if that file uses a write-ahead log. So a file with a log and its index is
+read with both, and a file without a log is read as it is. A log without an index, or a schema of an older version, is read from a copy of
+our own.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ __all__ = ["Frozen", "why_frozen"]
 
 
 def why_frozen(path: Path) -> str | None:
-    """The reason, in words, why a file of SQLite and its log cannot be written; None when they can."""
+    """The reason, in words, why a SQLite file or its log cannot be written; None if they can."""
     is_effective = os.access in os.supports_effective_ids
     for place, wanted in ((path, os.W_OK), (path.parent, os.W_OK | os.X_OK)):
         if not os.access(place, wanted, effective_ids=is_effective):
@@ -27,7 +28,7 @@ def why_frozen(path: Path) -> str | None:
 
 
 class Frozen:
-    """A file that may not be written. Connections made after ``has_changed`` said so see what others wrote meanwhile."""
+    """A file that may not be written. After ``has_changed`` returns True, new connections see what others wrote meanwhile."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -35,7 +36,7 @@ class Frozen:
         self._stamp: object = None
 
     def connect(self, timeout_s: float) -> sqlite3.Connection:
-        """A new connection to what can be read, for any thread, without the driver's own transactions."""
+        """A new connection to the readable form of the file, for any thread, without the driver's own transactions."""
         log, index = Path(f"{self._path}-wal"), Path(f"{self._path}-shm")
         if self._copy is None and _size(log) and not index.exists():
             self.take_copy()
@@ -46,11 +47,11 @@ class Frozen:
         return self._connect(f"{self._path.as_uri()}?{mode}", timeout_s)
 
     def has_changed(self) -> bool:
-        """Whether connections that were made before may be wrong about the file."""
+        """Whether connections that were made earlier may see an outdated file."""
         return self._copy is None and self._stamp is not None and self._stamp != self._now()
 
     def take_copy(self) -> None:
-        """Read, and migrate, a copy of our own from here on.
+        """From here on read, and migrate, a copy of our own.
 
         :raises Unavailable: there is no room for it.
         """
@@ -76,7 +77,7 @@ class Frozen:
         return sqlite3.connect(name, timeout_s, isolation_level=None, check_same_thread=False, uri=name.startswith("file:"))
 
     def _now(self) -> object:
-        """A file with a log changes in ways that SQLite follows by itself."""
+        """What identifies the file's present content; constant for a file with a log, whose changes SQLite follows by itself."""
         if _size(Path(f"{self._path}-wal")):
             return "logged"
         status = self._path.stat()

@@ -26,7 +26,7 @@ __all__ = ["id_by_prefix", "id_of", "ids_of", "state", "states", "uids_of", "unk
 
 _PREFIX = re.compile(r"[0-9a-f]{4,24}")
 _BATCH = 1000  # ids in one IN list
-_LISTED = 5  # candidates in a message
+_LISTED = 5  # candidates listed in a message
 
 _state, _edge, _metric, _attribute, _run = (table(row) for row in (StateRow, EdgeRow, MetricRow, AttributeRow, RunRow))
 _parent = _state.alias("parent")
@@ -41,7 +41,7 @@ _BY_PREFIX = select(_state.c.id).where(_state.c.uid >= bindparam("low"), _state.
 
 @dataclass(frozen=True, slots=True)
 class _Load:
-    """Loads what is known of some states: ``is_them`` holds of a column that names them."""
+    """Loads what is known of some states. ``is_them`` is the condition on a column that names them."""
 
     states: Select[Any]
     metrics: Select[Any]
@@ -66,13 +66,13 @@ class _Load:
         )
 
 
-# A list is spelled out again at every execution: for one state, the commonest case, that would be half the time.
+# A list parameter is expanded at every execution: for one state, the commonest case, that would be half the time.
 _LOAD_ONE = _Load.of(lambda column: column == bindparam("id", type_=BigInteger))
 _LOAD_MANY = _Load.of(lambda column: column.in_(bindparam("ids", type_=BigInteger, expanding=True)))
 
 
 def id_of(session: Session, uid: str) -> int:
-    """The row id of a state, for queries of this folder.
+    """The row id of a state, for queries in this folder.
 
     :raises NotFound: no state has this uid.
     """
@@ -90,7 +90,7 @@ def unknown(uid: str) -> NotFound:
 def ids_of(session: Session, uids: Sequence[str]) -> list[int]:
     """The row ids of many states, in the order of ``uids``.
 
-    :raises NotFound: one of them is unknown; names it.
+    :raises NotFound: one of them is unknown; the error names it.
     """
     found: dict[str, int] = {}
     for batch in batches(list(uids), _BATCH):
@@ -118,9 +118,9 @@ def state(session: Session, uid: str) -> State:
 
 
 def states(session: Session, keys: Sequence[int] | Sequence[str]) -> list[State]:
-    """States by row id or by uid, in the order of ``keys``, in five queries for each thousand.
+    """States by row id or by uid, in the order of ``keys``; five queries for each thousand.
 
-    :raises NotFound: one of them is unknown; names it.
+    :raises NotFound: one of them is unknown; the error names it.
     """
     ids = ids_of(session, [str(key) for key in keys]) if keys and isinstance(keys[0], str) else [int(key) for key in keys]
     found: dict[int, State] = {}
@@ -133,10 +133,10 @@ def states(session: Session, keys: Sequence[int] | Sequence[str]) -> list[State]
 
 
 def id_by_prefix(session: Session, prefix: str) -> int:
-    """The row id of the one state whose uid begins like this.
+    """The row id of the one state whose uid begins with this prefix.
 
     :raises InvalidInput: it is not 4 to 24 hex digits.
-    :raises Ambiguous: several do; lists some.
+    :raises Ambiguous: several uids do; the error lists some.
     :raises NotFound: none does.
     """
     low = prefix.lower()

@@ -1,4 +1,4 @@
-"""The tables of the lineage, as typed SQLAlchemy models; one naming convention names every constraint.
+"""The tables of the lineage, as typed SQLAlchemy models. One naming convention names every constraint.
 
 Times are UTC, stored as microseconds since the epoch, so that SQLite and PostgreSQL order and compare them alike.
 """
@@ -44,12 +44,12 @@ __all__ = [
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 EXACT_INT = 2**53
-"""Up to here floats hold whole numbers exactly."""
+"""Floats hold all integers up to here exactly."""
 
-# SQLite gives autoincrementing row ids to INTEGER keys only; PostgreSQL gets 64 bits.
+# SQLite autoincrements row ids only for INTEGER keys; PostgreSQL gets 64 bits.
 Id = BigInteger().with_variant(Integer, "sqlite")
 
-# On SQLite the rows then lie in their primary key: one tree to write instead of two.
+# On SQLite the rows are then stored in their primary key: one tree to write instead of two.
 NO_ROWID = {"sqlite_with_rowid": False}
 
 NAMING = {
@@ -62,7 +62,7 @@ NAMING = {
 
 
 class Base(DeclarativeBase):
-    """The root of the models; its metadata is what Alembic compares with."""
+    """The base class of the models; Alembic compares with its metadata."""
 
     metadata = MetaData(naming_convention=NAMING)
 
@@ -70,8 +70,8 @@ class Base(DeclarativeBase):
 class RunRow(Base):
     """A process that tracked; or one training of it, with the uid of its ``process`` and the ``branch`` that it moves.
 
-    ``config`` holds what nobody chose (``datastates.…``); what somebody chose is in the settings. ``is_carried`` is true of what is no run
-    here: a configuration that came with states of another lineage. Of our own runs it is NULL.
+    ``config`` holds the settings that nobody chose (``datastates.…``); those that somebody chose are in the settings table. ``is_carried``
+    is true of a row that is no run here: a configuration that came with states of another lineage. Of our own runs it is NULL.
     """
 
     __tablename__ = "run"
@@ -94,7 +94,7 @@ class RunRow(Base):
 
 
 class SettingRow(Base):
-    """One value of a run's configuration, kept by type as an attribute is; nested names are parted by dots."""
+    """One value of a run's configuration, stored by type as an attribute is; dots separate nested names."""
 
     __tablename__ = "setting"
     __table_args__ = (Index(None, "key", "number", "run_id"), Index(None, "key", "text", "run_id"), NO_ROWID)
@@ -108,10 +108,10 @@ class SettingRow(Base):
 
 class StateRow(Base):
     """A node. ``generation`` counts first parents to the root; ``jump_id`` is an ancestor for O(log n) walks, and
-    ``jump_step`` the lowest step from the first parent up to it, so that a search for a step may leap too.
+    ``jump_step`` the lowest step from the first parent up to it, so that a search for a step can jump too.
 
     A parent is always older than its child, so ``id`` orders the graph topologically: walks rely on it. ``segment_id`` is the segment
-    that it belongs to; NULL where no branch ever captured or adopted it.
+    that it belongs to; NULL if no branch ever captured or adopted it.
     """
 
     __tablename__ = "state"
@@ -137,7 +137,7 @@ class StateRow(Base):
 
 
 class EdgeRow(Base):
-    """A further parent (merge, soup, clone); the first parent stands in the state's own row."""
+    """A further parent (merge, soup, clone); the first parent is in the state's own row."""
 
     __tablename__ = "edge"
     __table_args__ = NO_ROWID
@@ -161,7 +161,7 @@ class MetricRow(Base):
 
 
 class AttributeRow(Base):
-    """One free value of one state, kept by type: ``number`` for numbers and booleans, ``text`` for strings.
+    """One attribute of a state, stored by type: ``number`` for numbers and booleans, ``text`` for strings.
 
     ``type`` is ``str``, ``int``, ``float``, ``bool`` or ``none``. An int beyond 2**53 has its exact digits in ``text``;
     a float that is NaN has no number.
@@ -190,7 +190,7 @@ class RefRow(Base):
 
 
 class RefEventRow(Base):
-    """Append-only: every making, move and deletion of a ref; the reflog and the source of live events."""
+    """Append-only: every creation, move and deletion of a ref; the reflog and the source of live events."""
 
     __tablename__ = "ref_event"
     __table_args__ = (Index(None, "name", "id"),)
@@ -219,9 +219,10 @@ class ReplicaRow(Base):
 
 
 class PartRow(Base):
-    """One rank's part of a state of several. ``place`` and ``said`` are what it said of the state, as JSON, while that waits to be whole.
+    """One rank's part of a state of several parts. While the state waits for other parts, ``place`` and ``said`` hold, as JSON, what the
+    rank reported of the state.
 
-    Then they are NULL, and there is a state of that uid.
+    Once the state is complete they are NULL, and there is a state of that uid.
     """
 
     __tablename__ = "part"
@@ -243,7 +244,7 @@ class PartRow(Base):
 
 
 class CloneRow(Base):
-    """A state that came here from another process: from where, into the memory of which run, and how many bytes moved for it."""
+    """A state that came here from another process: from where, into the memory of which run, and how many bytes were moved for it."""
 
     __tablename__ = "clone"
 
@@ -258,7 +259,7 @@ class CloneRow(Base):
 
 
 class RepositoryRow(Base):
-    """The lineage itself: one row, made with the database. Two processes with the same uid share it."""
+    """The lineage itself: one row, created with the database. Processes with the same uid share it."""
 
     __tablename__ = "repository"
 
@@ -267,7 +268,8 @@ class RepositoryRow(Base):
 
 
 class FolderRow(Base):
-    """A folder of packs, by the uid that lies in it; path and host are where it was seen last. A replica's node on the local tier."""
+    """A folder of packs, by the uid stored in it; path and host say where it was last seen. It is the node of a replica on the local
+    tier."""
 
     __tablename__ = "folder"
 
@@ -278,7 +280,7 @@ class FolderRow(Base):
 
 
 class SealRow(Base):
-    """What a state's chunks hold, by a digest that nobody can forge (see ``datastates/store/seal.py``)."""
+    """A state's seal: what its chunks hold, by a digest that nobody can forge (see ``datastates/store/seal.py``)."""
 
     __tablename__ = "seal"
 
@@ -287,9 +289,9 @@ class SealRow(Base):
 
 
 class NoteRow(Base):
-    """What somebody wrote of a state or of a branch, in Markdown: one of ``state_id`` and ``branch`` is given.
+    """What somebody wrote about a state or a branch, in Markdown: one of ``state_id`` and ``branch`` is given.
 
-    A branch has its notes by its name. A note keeps its ``uid`` in bundles.
+    The notes of a branch belong to its name. A note keeps its ``uid`` in bundles.
     """
 
     __tablename__ = "note"
@@ -305,11 +307,11 @@ class NoteRow(Base):
 
 
 class SegmentRow(Base):
-    """The states that one branch has to itself: a piece of a path of first parents, which begins behind ``fork_id``, or with a root.
+    """The states that one branch has to itself: a piece of a path of first parents, which begins after ``fork_id``, or with a root.
 
-    ``branch`` is the branch whose head is its newest state, or ``fork_id`` while it has none; NULL once that was deleted or moved
-    elsewhere. ``name`` is what the branch was called when the segment began. States are named without foreign keys: a segment is
-    written before its first state is.
+    ``branch`` is the branch whose head is its newest state, or ``fork_id`` while it has no state; NULL once that branch was deleted or
+    moved elsewhere. ``name`` is the branch's name when the segment began. States are named without foreign keys, since a segment is written
+    before its first state is.
     """
 
     __tablename__ = "segment"
@@ -322,10 +324,10 @@ class SegmentRow(Base):
 
 
 class StretchRow(Base):
-    """The summary of one metric over some states of a segment: ``tally.Tally`` has the meaning of each column.
+    """The summary of one metric over some states of a segment; ``tally.Tally`` explains each column.
 
-    ``place`` is the generation of the states, over ``tally.STATES``: such a row is written once, when its last state is recorded. The row
-    at ``tally.WHOLE`` covers the whole segment, and grows with each state.
+    ``place`` is the generation of the states, divided by ``tally.STATES``: such a row is written once, when its last state is recorded. The
+    row at ``tally.WHOLE`` covers the whole segment, and grows with each state.
     """
 
     __tablename__ = "stretch"
@@ -349,10 +351,11 @@ class StretchRow(Base):
 
 
 class VariantRow(Base):
-    """One variant of a study as its plan has it, and what became of its training beside the states that it reported.
+    """One variant of a study as its plan has it, and what became of its training beside the states that it recorded.
 
-    ``place`` is that in the plan; ``config`` is what it changes, as JSON. ``took_s`` are the seconds that its workers trained it, in all
-    ``attempts``; a worker that was killed told none. ``ended_at`` is NULL while one is at it. ``error`` is why the last attempt failed.
+    ``place`` is its position in the plan; ``config`` is what it changes, as JSON. ``took_s`` is the number of seconds for which its workers
+    trained it, over all ``attempts``; a worker that was killed reported none. ``ended_at`` is NULL while one is at work. ``error`` says why
+    the last attempt failed.
     """
 
     __tablename__ = "variant"
@@ -373,7 +376,7 @@ class VariantRow(Base):
 
 
 class ReportRow(Base):
-    """A report on outliers that was kept for people to look at. ``body`` is what it says of the whole, as JSON."""
+    """A report on outliers that is stored for people to look at. ``body`` is what it says of the whole, as JSON."""
 
     __tablename__ = "report"
 
@@ -384,7 +387,7 @@ class ReportRow(Base):
 
 
 class ReportSampleRow(Base):
-    """One of the samples that a report ranks highest: ``body`` is its score, as JSON; ``picture`` shows it, if somebody drew one."""
+    """One of the samples that a report ranks highest: ``body`` is its score, as JSON; ``picture`` shows it, if one was drawn."""
 
     __tablename__ = "report_sample"
 
@@ -396,7 +399,7 @@ class ReportSampleRow(Base):
 
 
 class AmendmentRow(Base):
-    """Append-only: something that no growing table tells was written or changed; ``amendments.Amended`` says which ``kind`` there are.
+    """Append-only: a write or a change that no growing table records; ``amendments.Amended`` lists the ``kind`` values.
 
     ``name`` is the uid of a run or of a state, or the name of a report, or of a variant of a ``study``.
     """
@@ -410,7 +413,7 @@ class AmendmentRow(Base):
 
 
 def table(model: type[Base]) -> Table:
-    """The table of a model: statements on it skip the ORM's share of the cost."""
+    """The table of a model: statements on it avoid the ORM's share of the cost."""
     return cast("Table", model.__table__)
 
 

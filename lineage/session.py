@@ -1,7 +1,7 @@
 """A transaction on the lineage, as functions of this package take it.
 
-It is as much of SQLAlchemy's session as they use: that one comes with the ORM, whose import takes a third of the time in which a command
-of the terminal begins. Type checkers take it for SQLAlchemy's.
+It is the part of SQLAlchemy's session that those functions use. The original comes with the ORM, whose import takes a third of the time
+that a terminal command needs to start. Type checkers take it for SQLAlchemy's.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 else:
 
     class Session:
-        """One connection from the first statement on. What was not committed when it ends is rolled back."""
+        """One connection, from the first statement on. What is not committed by its end is rolled back."""
 
         __slots__ = ("_connection", "_engine")
 
@@ -29,7 +29,7 @@ else:
             return self._engine
 
         def connection(self) -> Connection:
-            """The connection, in a transaction."""
+            """The connection, inside a transaction."""
             if self._connection is None:
                 self._connection = self._engine.connect()
             if not self._connection.in_transaction():
@@ -39,7 +39,7 @@ else:
         def execute(
             self, statement: Executable, parameters: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None
         ) -> CursorResult[Any]:
-            """The result of a statement; with several parameters, of each in turn."""
+            """The result of a statement; with several parameter sets it runs once for each."""
             return self.connection().execute(statement, parameters)
 
         def begin_nested(self) -> NestedTransaction:
@@ -47,7 +47,7 @@ else:
             return self.connection().begin_nested()
 
         def commit(self) -> None:
-            """Keep what was done."""
+            """Make the changes permanent."""
             if self._connection is not None:
                 self._connection.commit()
 
@@ -57,7 +57,7 @@ else:
                 self._connection.rollback()
 
         def close(self) -> None:
-            """Give the connection back."""
+            """Return the connection."""
             connection, self._connection = self._connection, None
             if connection is not None:
                 connection.close()

@@ -1,4 +1,4 @@
-"""The settings of runs: what somebody chose of their configuration, a row for each value."""
+"""The settings of runs: the part of their configuration that somebody chose, one row for each value."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def keep(connection: Connection, run_id: int, config: Mapping[str, Value]) -> No
 
 
 def shown(config: Mapping[str, Value]) -> dict[str, Value]:
-    """What of a configuration is kept: what somebody chose, secrets masked."""
+    """The part of a configuration that is kept: what somebody chose, with secrets masked."""
     return masking.named({key: value for key, value in config.items() if not key.startswith(OURS)})
 
 
 def of_runs(connection: Connection, ids: Iterable[int]) -> dict[int, dict[str, Value]]:
-    """The settings of runs by row id, each by the alphabet; runs without any are left out."""
+    """The settings of runs by row id, each in alphabetical order; runs without any are left out."""
     found: defaultdict[int, dict[str, Value]] = defaultdict(dict)
     for some in batches(sorted(set(ids)), _BATCH):
         for id_, key, type_, number, text in connection.execute(_OF_RUNS, {"ids": some}).all():

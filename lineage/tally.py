@@ -1,4 +1,4 @@
-"""The summary of a run of values of one metric: how many, their extremes, ends and sum, and which states those are."""
+"""The summary of a series of values of one metric: how many, their extremes, ends and sum, and the states of those."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ WHOLE = -1
 
 
 def place_of(generation: int) -> int:
-    """The place of the stretch in which a state of this generation lies."""
+    """The place of the stretch that contains a state of this generation."""
     return generation >> _SHIFT
 
 
 @dataclass(slots=True)
 class Tally:
-    """``count`` values, of which ``gaps`` are not finite; of all others the sum and the extremes, the earliest of equal ones.
+    """``count`` values, of which ``gaps`` are not finite; of the others the sum and the extremes, the earliest of equal ones.
 
-    States are row ids. ``first`` and ``last`` may be NaN, which is None; ``gap_id`` is the first state whose value is a gap.
+    States are row ids. ``first`` and ``last`` are None where they are NaN; ``gap_id`` is the first state whose value is a gap.
     """
 
     count: int = 0
@@ -42,7 +42,7 @@ class Tally:
     gap_id: int | None = None
 
     def add(self, id_: int, value: float | None) -> None:
-        """A later state's value; None and NaN are the same."""
+        """Add a later state's value; None and NaN are the same."""
         value = None if value is None or math.isnan(value) else value
         self.count += 1
         self.last, self.last_id = value, id_
@@ -59,7 +59,7 @@ class Tally:
             self.most, self.most_id = value, id_
 
     def extend(self, later: Tally) -> None:
-        """Everything that another one has, which comes after this."""
+        """Add everything of another tally, which comes after this one."""
         if not later.count:
             return
         self.count += later.count
@@ -75,7 +75,7 @@ class Tally:
             self.most, self.most_id = later.most, later.most_id
 
     def row(self) -> dict[str, float | None]:
-        """Its fields by name, as the table of stretches has them."""
+        """Its fields by name, as in the table of stretches."""
         return dict(zip(PLACES, astuple(self), strict=True))
 
 

@@ -1,4 +1,4 @@
-"""Plain values as typed columns, of attributes and of settings: ``number`` for numbers and booleans, ``text`` for texts."""
+"""Plain values as typed columns, for attributes and settings: ``number`` for numbers and booleans, ``text`` for strings."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["columns_of", "value_of"]
 
 
 def columns_of(key: str, value: Value, what: str) -> dict[str, object]:
-    """The columns for a value by its name; ``what`` it is, for the message.
+    """The columns for a value, by its name; ``what`` says in the message what it is.
 
     :raises InvalidInput: it cannot be stored.
     """
@@ -36,7 +36,7 @@ def columns_of(key: str, value: Value, what: str) -> dict[str, object]:
 
 
 def value_of(type_: str, number: float | None, text: str | None) -> Value:
-    """The value that was stored, as it was."""
+    """The stored value, as it was given."""
     match type_:
         case "str":
             return text

@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 __all__ = ["annotate"]
 
 ATTRIBUTES = 1000
-"""At most so many has a state that is annotated."""
+"""The most attributes that an annotated state may have."""
 
 
 def annotate(session: Session, uid: str, attributes: Mapping[str, Value]) -> State:
-    """Set attributes of a state, and take those away whose value is None; the state as it is then.
+    """Set attributes of a state, and remove those whose value is None; returns the state as it is then.
 
-    Its digest stays: that says what was captured, attributes are what is known of it. For the same reason its manifest on disk keeps
-    the attributes of its capture.
+    Its digest stays: that identifies what was captured, while attributes are what is known of it. For the same reason its manifest on disk
+    keeps the attributes from its capture.
 
     :raises NotFound: there is no such state.
     :raises InvalidInput: a name or a value cannot be stored, or there are too many.

@@ -1,4 +1,4 @@
-"""The states that wait for parts of some of their ranks."""
+"""The states that still wait for the parts of some of their ranks."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 __all__ = ["WHYS", "Waiting", "ranks_text", "waiting"]
 
 WHYS = [why.value for why in Why]
-"""The status of the row that stays of a state that was given up."""
+"""The status of the one row that is kept of a state that was given up."""
 
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """A state that is not whole yet: the ranks of ``world_size`` that told no part, and since when the first that did waits.
+    """A state that is not complete yet: which ranks of ``world_size`` are missing, and since when the first reported part has waited.
 
-    ``has_ended``: no run that told a part of it goes on, so that the state stays incomplete unless the missing ranks are run again.
+    ``has_ended``: every run that reported a part has ended, so the state stays incomplete unless the missing ranks are run again.
     """
 
     uid: str
@@ -40,7 +40,7 @@ class Waiting:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The ranks that told their part."""
+        """The ranks that reported their part."""
         return tuple(sorted(set(range(self.world_size)).difference(self.missing)))
 
     def __str__(self) -> str:
@@ -54,7 +54,7 @@ class Waiting:
 
 
 def waiting(session: Session, uids: Collection[str] | None = None) -> list[Waiting]:
-    """The states that wait for parts, by uid; of these, or all."""
+    """The states that wait for parts, by uid: those among ``uids``, or all."""
     found = []
     rows_of = session.execute(_WAITING).all() if uids is None else session.execute(_THESE, {"uids": list(uids)}).all()
     for uid, group in groupby(rows_of, key=lambda row: row.state_uid):
@@ -68,7 +68,7 @@ def waiting(session: Session, uids: Collection[str] | None = None) -> list[Waiti
 
 
 def ranks_text(ranks: Iterable[int]) -> str:
-    """Ranks, which ascend, as people write them: ``0-3, 7``."""
+    """Ascending ranks as people write them: ``0-3, 7``."""
     spans: list[list[int]] = []
     for rank in ranks:
         if spans and rank == spans[-1][1] + 1:

@@ -1,6 +1,6 @@
-"""Configurations that come with states of other lineages: each is kept once, as a run of which nothing else is known.
+"""Configurations that arrive with states of other lineages. Each is kept once, as a run of which nothing else is known.
 
-Its uid says what it holds, so that no peer can lend one configuration to the states of another, or to a run of ours.
+The uid of that run is derived from its content, so that no peer can pass off one configuration as that of other states, or of our runs.
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ _UID_BYTES = 12
 
 
 def carry(session: Session, states: Iterable[State]) -> dict[str, str]:
-    """Keep the configurations of states that come; the uid to record each state under that has one, by its own uid."""
+    """Keep the configurations of states that arrive. Returns, by each state's uid, the uid to record its configuration under, if it has
+    one."""
     seen: dict[int, str | None] = {}
     chosen: dict[str, dict[str, Value]] = {}
     runs: dict[str, str] = {}
     for state in states:
-        key = id(state.config)  # thousands of states come with the same one
+        key = id(state.config)  # thousands of states arrive with the same one
         if key not in seen:
             found = settings.shown(state.config)
             seen[key] = uid = uid_of(found) if found else None
@@ -47,7 +48,7 @@ def carry(session: Session, states: Iterable[State]) -> dict[str, str]:
 
 
 def uid_of(config: Mapping[str, Value]) -> str:
-    """The uid of a configuration: the same for the same values, and for no others."""
+    """The uid of a configuration: equal for equal values, and only for those."""
     said = json.dumps(sorted(config.items()), separators=(",", ":"))
     return blake2b(said.encode(), digest_size=_UID_BYTES, person=b"configuration").hexdigest()
 
@@ -55,7 +56,7 @@ def uid_of(config: Mapping[str, Value]) -> str:
 def check(config: Mapping[str, Value]) -> None:
     """Raise unless a configuration could be kept.
 
-    :raises InvalidInput: a name or a value cannot be stored; names it.
+    :raises InvalidInput: a name or a value cannot be stored; the error names it.
     """
     for key, value in config.items():
         values.key(key, "the name of a setting")

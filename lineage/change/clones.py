@@ -40,12 +40,12 @@ __all__ = [
     "trusted",
 ]
 
-_BATCH = 500  # uids in one IN list, states recorded in one go
+_BATCH = 500  # uids in one IN list, states recorded at once
 
 
 @dataclass(frozen=True, slots=True)
 class Clone:
-    """One arrival of a state: the url that it was cloned from, that lineage's uid, the node and the run that it came to."""
+    """One arrival of a state: the URL that it was cloned from, the uid of that lineage, and the node and the run that received it."""
 
     state: str
     source: str
@@ -58,7 +58,7 @@ class Clone:
 
 @dataclass(frozen=True, slots=True)
 class Provenance:
-    """What the record of an arrival is told: where the state came from, the uid of that lineage, and how many bytes were moved for it."""
+    """What an arrival records: where the state came from, the uid of that lineage, and how many bytes were moved for it."""
 
     source: str
     repository: str
@@ -71,7 +71,7 @@ def repository_uid(session: Session) -> str:
 
 
 def known(session: Session, uids: Iterable[str]) -> dict[str, str]:
-    """The digest of each of these states that is here."""
+    """The digest of each of these states that exists here."""
     wanted, found = list(uids), dict[str, str]()
     for batch in batches(wanted, _BATCH):
         rows = session.execute(_DIGESTS, {"uids": batch})
@@ -80,16 +80,16 @@ def known(session: Session, uids: Iterable[str]) -> dict[str, str]:
 
 
 def check_arrival(session: Session, state: State, ancestry: Sequence[State], tags: Sequence[Ref]) -> None:
-    """Raise unless ``import_ancestry``, ``arrive`` and ``refs.tag`` would take all of this; nothing is changed.
+    """Raise unless ``import_ancestry``, ``arrive`` and ``refs.tag`` would accept all of this; nothing is changed.
 
     :raises Conflict: a state of the same uid and another digest is here, or among them.
-    :raises InvalidInput: a name or a value cannot be stored, or a tag names a state that does not come; names it.
+    :raises InvalidInput: a name or a value cannot be stored, or a tag names a state that does not come; the error names it.
     """
     coming: dict[str, str] = {}
     for each in (state, *ancestry):
         if coming.setdefault(each.uid, each.digest) != each.digest:
             raise Conflict(f"state {each.uid} comes with two digests: one of them is forged")
-        check(_new(each, coming, status=Status.EVICTED))  # as it is to be recorded, but for the tier that its bytes will lie in
+        check(_new(each, coming, status=Status.EVICTED))  # as it will be recorded, except for the tier of its bytes
     _check_configurations((state, *ancestry))
     _check_same(known(session, coming), (state, *ancestry))
     for tag in tags:
@@ -100,10 +100,10 @@ def check_arrival(session: Session, state: State, ancestry: Sequence[State], tag
 
 
 def check_ancestry(session: Session, states: Sequence[State]) -> None:
-    """Raise unless ``import_ancestry`` would take these states, each after its parents; nothing is changed.
+    """Raise unless ``import_ancestry`` would accept these states, each after its parents; nothing is changed.
 
     :raises Conflict: a state of the same uid and another digest is here.
-    :raises InvalidInput: a name or a value cannot be stored; names it.
+    :raises InvalidInput: a name or a value cannot be stored; the error names it.
     """
     coming = {state.uid: state.digest for state in states}
     for state in states:
@@ -113,13 +113,13 @@ def check_ancestry(session: Session, states: Sequence[State]) -> None:
 
 
 def note(session: Session, uid: str, *, node: str, source: str, bytes_moved: int) -> None:
-    """Note that a state's bytes were carried to a folder: they deserve the trust that their bearer deserves."""
+    """Note that a state's bytes were carried to a folder: they can be trusted as much as the one who carried them."""
     row = {"held": uid, "run": None, "source": source, "source_repository": "", "node": node}
     session.execute(_INSERT, {**row, "bytes_moved": bytes_moved, "created_at": to_us(None)})
 
 
 def trusted(session: Session, uids: Iterable[str], *, party: str) -> list[str]:
-    """Those of these states whose bytes can be relied on as much as the party: captured here, or never from anyone else."""
+    """Those of these states whose bytes can be trusted as much as ``party``: captured here, or received from no one else."""
     wanted, parties = list(uids), dict[str, set[str]]()
     for batch in batches(wanted, _BATCH):
         for row in session.execute(_PARTIES, {"uids": batch}):
@@ -130,10 +130,10 @@ def trusted(session: Session, uids: Iterable[str], *, party: str) -> list[str]:
 
 
 def import_ancestry(session: Session, states: Sequence[State]) -> int:
-    """Add those of ``states`` that are not here, as ``evicted``: their bytes did not come. How many there were.
+    """Add those of ``states`` that are not here, as ``evicted``, since their bytes did not come. Returns how many there were.
 
-    Newest first, as ``walk.log`` has them. A parent that is neither here nor behind its child is left out; without a first parent a
-    state begins a root. Idempotent.
+    They come newest first, as ``walk.log`` has them. A parent that is neither here nor listed after its child is left out; a state without
+    a first parent becomes a root. Idempotent.
 
     :raises Conflict: a state of the same uid and another digest is here.
     """
@@ -162,11 +162,12 @@ def arrive(
     came: Provenance,
     parts: Sequence[tuple[str, int]] = (),
 ) -> State:
-    """A state's bytes came onto a tier of this process: record it, or its new replica, and where it came from; the state as it is now.
+    """Record that a state's bytes came onto a tier of this process: the state or its new replica, and where it came from. Returns the
+    state.
 
-    ``parts``: of a state of several ranks, all of which came, the digest of each part and its bytes.
-    ``run`` is the process that holds the bytes: when it dies, a state that nobody else holds is lost. It is not the run that captured
-    the state, which another lineage knows: here a state that was cloned has none, but the configuration of that.
+    ``parts``: for a state of several ranks, all of whose parts came, each part's digest and bytes.
+    ``run`` is the process that holds the bytes: when it dies, a state that no other process holds is lost. It is not the run that captured
+    the state, which only the other lineage knows. A cloned state has no such run here, only its configuration.
 
     :raises Conflict: a state of the same uid and another digest is here.
     """
@@ -191,7 +192,7 @@ def clones_of(session: Session, uid: str) -> list[Clone]:
 
 
 def listing(session: Session, *, limit: int, after: int | None = None) -> list[tuple[int, int, Clone]]:
-    """Arrivals of states here, newest first, those before the one with the id ``after``: ids, steps of the states, and what was noted."""
+    """Arrivals of states here, newest first, those before the one with the id ``after``: ids, steps of the states, and the records."""
     found = _ARRIVALS if after is None else _ARRIVALS.where(_clone.c.id < after)
     rows = session.execute(found.limit(limit))
     return [
@@ -215,7 +216,8 @@ def _check_configurations(states: Iterable[State]) -> None:
 
 
 def _new(state: State, here: dict[str, str], *, status: Status, run: str | None = None) -> NewState:
-    """The record of it here: without those parents that are not here, without a branch, and with no run but the ``run`` that is none."""
+    """The record of a state here: without parents that are not here, without a branch, and without a run, except one that carries its
+    configuration."""
     facts = state.facts
     facts = replace(
         facts,

@@ -1,4 +1,4 @@
-"""The folders of packs that a lineage knows: each by the uid that lies in it, with where it was seen last."""
+"""The folders of packs that a lineage knows, each by the uid stored in it, with where it was last seen."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["Folder", "get", "hosts_of_state", "note", "of_state"]
 
 @dataclass(frozen=True, slots=True)
 class Folder:
-    """One folder of packs: its path and the name of the host as it was seen last, for people to find it."""
+    """One folder of packs: the path and the host name where it was last seen, so that people can find it."""
 
     uid: str
     path: str
@@ -27,7 +27,7 @@ class Folder:
 
 
 def note(session: Session, uid: str, *, path: str, host: str) -> None:
-    """A folder was seen."""
+    """Note where a folder was seen."""
     row = {"uid": uid, "path": path, "host": host, "seen_at": to_us(None)}
     session.execute(_UPSERT[session.get_bind().dialect.name], row)
 
@@ -48,7 +48,7 @@ def of_state(session: Session, uid: str) -> list[Folder]:
 
 
 def hosts_of_state(session: Session, uid: str, *, tier: str) -> list[str]:
-    """The hosts whose disks hold a state on ``tier``, as versions noted it that knew no folders.
+    """The hosts whose disks hold a state on ``tier``, as recorded by versions that knew no folders.
 
     :raises NotFound: there is no such state.
     """

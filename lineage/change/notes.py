@@ -1,4 +1,4 @@
-"""Notes: what people write of states and branches, in Markdown. A branch has its notes by its name, whatever becomes of it."""
+"""Notes: what people write about states and branches, in Markdown. The notes of a branch belong to its name, whatever becomes of it."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ if TYPE_CHECKING:
 __all__ = ["NOTES", "TEXT", "bring", "check", "edit", "get", "notes", "of_states", "remove", "write"]
 
 TEXT = 16_384
-"""So many characters may a note have."""
+"""The most characters that a note may have."""
 
 NOTES = 1_000
-"""So many notes may a state or a branch have."""
+"""The most notes that a state or a branch may have."""
 
 _AUTHOR = 255
 
 
 def write(session: Session, text: str, *, state: str | None = None, branch: str | None = None, author: str) -> Note:
-    """Note something of a state (by its uid) or of a branch.
+    """Write a note on a state (by its uid) or on a branch.
 
     :raises NotFound: there is no such state, or no such branch.
     :raises InvalidInput: the text is empty or too long, or there are too many notes already.
@@ -50,7 +50,7 @@ def write(session: Session, text: str, *, state: str | None = None, branch: str 
 
 
 def edit(session: Session, uid: str, text: str) -> Note:
-    """Change the text of a note; it says from then on that it was edited.
+    """Change the text of a note, which is marked as edited from then on.
 
     :raises NotFound: there is no such note.
     """
@@ -63,7 +63,7 @@ def edit(session: Session, uid: str, text: str) -> Note:
 
 
 def remove(session: Session, uid: str) -> Note:
-    """Delete a note for good; it as it was.
+    """Delete a note for good; returns it as it was.
 
     :raises NotFound: there is no such note.
     """
@@ -73,9 +73,9 @@ def remove(session: Session, uid: str) -> Note:
 
 
 def check(coming: Iterable[Note]) -> None:
-    """Raise unless ``bring`` could take these notes.
+    """Raise unless ``bring`` could add these notes.
 
-    :raises InvalidInput: a text cannot be stored; names its note.
+    :raises InvalidInput: a text cannot be stored; the error names its note.
     """
     for note in coming:
         _text(note.text)
@@ -83,7 +83,7 @@ def check(coming: Iterable[Note]) -> None:
 
 
 def bring(session: Session, coming: Iterable[Note]) -> int:
-    """Add those notes on states, which came with them, that are not here; how many there were."""
+    """Add those notes that are not here yet, on states that came along with them. Returns how many there were."""
     count = 0
     for note in coming:
         if note.state is None:

@@ -1,19 +1,20 @@
-"""The parts of a state that several ranks capture: each rank tells its own, and the last one makes the state visible.
+"""The parts of a state that several ranks capture: each rank reports its own, and the last one makes the state visible.
 
-Until then a state waits: no list, search or count knows of it. Nobody waits for another rank, and no order is asked for. A state of
-one part is recorded as always and has no row here.
+Until then a state waits: no list, search or count includes it. No rank waits for another, and parts may come in any order. A state of
+one part is recorded as usual and has no row here.
 
 Rules:
-- A rank that has no part tells that instead (``skip_part``), and the state is *given up* for all: one row stays, which says because of whom
-  and why. So does what nobody waits for any longer (``give_up``), and what the lineage refuses.
-- Every part names as its parent what its rank captured, or skipped, before. Where that was given up the state hangs on what is before it,
-  and so on; where it waits itself, the state does too. A row of rank -1 and below, under the uid of a state that waits, names one that is
-  complete and waits for it; the lowest rank that there is stands for how many parts were told, so that nobody counts them.
-- A state whose part is gone is given up: when the run that told it died, or ended while the part was in its memory only (``runs``). A part
-  that outlives its run stays: another rank may be later, or be run later, and nobody here can know that it will not. ``waiting`` says of
-  such a state that the runs that told its parts have ended.
-- All that is told of states of one branch takes turns: else two ranks that tell the last parts of a state, or of a state and of its parent,
-  would each take the other's for missing.
+- A rank that has no part reports that instead (``skip_part``), and the state is *given up* for all ranks: one row stays, which says because
+  of which rank and why. The same happens to a state that nobody waits for any longer (``give_up``), and to one that the lineage refuses.
+- Every part names as its parent the state that its rank captured, or skipped, before. If that parent was given up, the parent's own parent
+  takes its place, and so on; if it is still waiting, the state waits too. A row of rank -1 or below, under the uid of a state that waits,
+  names a complete state that waits for it. The row of the lowest possible rank holds how many parts were reported, so that nobody has to
+  count them.
+- A state whose part is gone is given up: when the run that reported the part died, or ended while the part was only in its memory
+  (``runs``). A part that outlives its run stays: another rank may be later, or be run later, and nobody here can know that it will not.
+  ``waiting`` reports that the runs behind such a state have ended.
+- Reports of states of one branch take turns. Otherwise two ranks that report the last parts of a state, or of a state and of its parent,
+  would each take the other's part for missing.
 """
 
 from __future__ import annotations
@@ -61,17 +62,17 @@ __all__ = [
 
 
 _COUNTER = -(1 << 31)
-"""The rank of the row that counts the parts that were told, as its ``world_size``; an earlier version had none."""
+"""The rank of the row whose ``world_size`` counts the parts that were reported; an earlier version had no such row."""
 
 _FAR, _NEAR = "wanted", "near"
-"""What the row of a part of a whole state says once its rank makes it durable: to go on to further tiers, or not."""
+"""What the row of a part of a complete state says once its rank makes it durable: whether it should go on to further tiers, or not."""
 
 
 @dataclass(frozen=True, slots=True)
 class Telling:
-    """What one rank captured of a state: ``new`` is what ``record`` takes, but for this part; ``reduce`` how the metrics go together.
+    """What one rank captured of a state. ``new`` is what ``record`` takes, for this part only; ``reduce`` says how metrics are combined.
 
-    ``form`` is equal for parts that make one state together: they have the same tree, and divide its tensors alike. Empty: not said.
+    ``form`` is equal for parts that form one state together: they have the same tree, and divide its tensors alike. Empty: not stated.
     """
 
     new: NewState
@@ -81,24 +82,24 @@ class Telling:
 
 
 def record_part(session: Session, new: NewState, *, rank: int, reduce: Reduce = FIRST) -> State | None:
-    """Record what one rank captured of a state. Return the state if it is whole by that, or was before; else None.
+    """Record what one rank captured of a state. Returns the state if that completes it, or if it was complete before; else None.
 
-    ``new`` is what ``record`` takes, but for this part: its digest, its bytes and where they are; ``new.facts.world_size`` says how many
-    parts there are. The parts agree on parents, branch and step. Attributes, message, time and run of the state are those of rank
-    0, metrics as its ``reduce`` says. Its digest is ``content.root.root_digest`` of theirs and its parents'. To tell a part again changes
-    nothing. An error must leave the transaction; the part is then not told.
+    ``new`` is what ``record`` takes, for this part only: its digest, its bytes and where they are; ``new.facts.world_size`` says how many
+    parts there are. The parts agree on parents, branch and step. Attributes, message, time and run of the state are those of rank 0;
+    ``reduce`` decides the metrics. The state's digest is ``content.root.root_digest`` of the parts' digests and its parents'. Reporting a
+    part again changes nothing. An error must leave the transaction; the part is then not reported.
 
-    :param rank: whose part it is, of ``range(new.facts.world_size)``.
-    :raises Conflict: it contradicts a part that was told: another digest, number of parts, parent, branch or step.
+    :param rank: the rank of the part, in ``range(new.facts.world_size)``.
+    :raises Conflict: it contradicts a reported part: another digest, number of parts, parent, branch or step.
     :raises NotFound: there is no such run.
-    :raises InvalidInput: there is no such rank, or a value cannot be stored; names it.
+    :raises InvalidInput: there is no such rank, or a value cannot be stored; the error names it.
     """
     record_parts(session, [Telling(new, rank, reduce)])
     return state(session, new.uid) if session.execute(_WHOLE, {"uid": new.uid}).scalar() is not None else None
 
 
 def record_parts(session: Session, told: Sequence[Telling]) -> None:
-    """``record_part`` for several, of one state or of many, of one rank or of all those of a node, in one go."""
+    """``record_part`` for several parts at once, of one state or of many, of one rank or of all ranks of a node."""
     for each in told:
         _check(each)
     _take_turns(session, {each.new.facts.branch for each in told})
@@ -110,17 +111,17 @@ def record_parts(session: Session, told: Sequence[Telling]) -> None:
 
 
 def skip_part(session: Session, facts: StateFacts, *, rank: int, why: Why, reason: str) -> None:
-    """A rank has no part of a state, which is given up by that, unless it was before; nothing where it is whole."""
+    """Report that a rank has no part of a state. That gives the state up, unless it was given up before; a complete state stays."""
     _take_turns(session, {facts.branch})
     _give_up(session, facts.uid, rank, why, reason, place=_place_of(facts), size=facts.world_size)
 
 
 def give_up(session: Session, uids: Iterable[str], *, why: Why, reason: str, rank: int | None = None) -> None:
-    """States that wait are given up, because of ``rank``, or of the first one that told no part. Nothing where they are not waiting."""
+    """Give up states that wait, because of ``rank``, or of the first one that reported no part. States that do not wait are left alone."""
     asked = sorted(set(uids))
     rows = session.execute(_PLACES, {"uids": asked}).all()
     _take_turns(session, {json.loads(row.place)["branch"] for row in rows})
-    for row in session.execute(_PLACES, {"uids": asked}).all():  # as it is now that it is our turn
+    for row in session.execute(_PLACES, {"uids": asked}).all():  # again, as it is now that it is our turn
         ranks = set(session.execute(_RANKS, {"uid": row.state_uid}).scalars())
         missing = next((each for each in range(row.world_size) if each not in ranks), 0)
         blamed = missing if rank is None else rank
@@ -129,9 +130,9 @@ def give_up(session: Session, uids: Iterable[str], *, why: Why, reason: str, ran
 
 
 def drop_waiting(session: Session, runs: Sequence[str], *, tiers: Collection[str] | None = None) -> list[Waiting]:
-    """Give up the states that wait and of which one of these runs, whose processes are gone, told a part; what they were.
+    """Give up the waiting states of which one of these runs, whose processes are gone, reported a part; returns these states.
 
-    With ``tiers`` only those whose part is on one of these, which went with the process.
+    With ``tiers`` only those whose part is on one of these tiers, which went with the process.
     """
     lost: dict[str, int] = {}
     for row in session.execute(_WAITING_OF, {"runs": list(runs)}):
@@ -145,23 +146,23 @@ def drop_waiting(session: Session, runs: Sequence[str], *, tiers: Collection[str
 
 
 def abandon(session: Session) -> list[str]:
-    """Give up the states that wait although every run that told a part of them has ended; which."""
+    """Give up the waiting states for which every run that reported a part has ended; returns their uids."""
     ended = [each.uid for each in waiting(session) if each.has_ended]
     give_up(session, ended, why=Why.GONE, reason="it told no part before the runs of the others ended")
     return ended
 
 
 def want_parts(session: Session, uids: Collection[str], *, rank: int, is_near: bool = False) -> None:
-    """This rank makes its part of these whole states durable, and the others are to do the same: one part alone is worth nothing.
+    """Note that this rank makes its part of these complete states durable, and that the others must too: one part alone is worth nothing.
 
-    ``is_near``: it keeps them off further tiers, as the others are to do, until one rank wants them without that.
+    ``is_near``: this rank keeps the part off further tiers, and the others must too, until one rank wants the states without that.
     """
     if uids:
         session.execute(_WANT, {"uids": sorted(uids), "of_rank": rank, "how": _NEAR if is_near else _FAR})
 
 
 def wanted_parts(session: Session, uids: Collection[str]) -> dict[str, bool]:
-    """Those of these whole states that some rank makes durable; and whether all who do keep them off further tiers."""
+    """Those of these complete states that some rank makes durable; and whether all these ranks keep them off further tiers."""
     found: dict[str, bool] = {}
     for row in session.execute(_WANTED, {"uids": sorted(uids)}) if uids else ():
         found[row.state_uid] = found.get(row.state_uid, True) and row.said == _NEAR
@@ -169,7 +170,7 @@ def wanted_parts(session: Session, uids: Collection[str]) -> dict[str, bool]:
 
 
 def arrive_parts(session: Session, uid: str, parts: Sequence[tuple[str, int]], *, tier: str, node: str) -> None:
-    """All parts of a whole state came onto one tier: by rank the digest of each, and its bytes. What is known of them stays.
+    """Note that all parts of a complete state came onto one tier: by rank each part's digest and bytes. What was known of the parts stays.
 
     :raises Conflict: a part is known with another digest.
     """
@@ -196,7 +197,7 @@ def arrive_parts(session: Session, uid: str, parts: Sequence[tuple[str, int]], *
 
 
 def part_digests(session: Session, uid: str) -> tuple[str, ...]:
-    """The digests of a whole state's parts, by rank: of one part the state's own.
+    """The digests of a complete state's parts, by rank; for a state of one part, the state's own.
 
     :raises NotFound: there is no such state.
     """
@@ -208,7 +209,7 @@ def part_digests(session: Session, uid: str) -> tuple[str, ...]:
 
 
 def part_digest(session: Session, uid: str, rank: int) -> str | None:
-    """The digest of one rank's part of a whole state, as far as it is known here."""
+    """The digest of one rank's part of a complete state, if it is known here."""
     found = session.execute(_DIGEST_OF_PART, {"uid": uid, "of_rank": rank}).scalar()
     return None if not found else str(found)
 
@@ -224,15 +225,15 @@ def _check(told: Telling) -> None:
 
 
 def _take_turns(session: Session, branches: Iterable[str | None]) -> None:
-    """SQLite has one writer anyhow."""
+    """Wait for the turn of these branches. SQLite has only one writer anyway."""
     if session.get_bind().dialect.name == "postgresql":
         hashed = (hashlib.blake2b(f"parts of {branch or ''}".encode(), digest_size=8).digest() for branch in branches)
-        for key in sorted(int.from_bytes(each, signed=True) for each in hashed):  # in one order, so that nobody waits for each other
+        for key in sorted(int.from_bytes(each, signed=True) for each in hashed):  # in one order, so that no two wait for each other
             session.execute(_LOCK, {"key": key})
 
 
 def _tell(session: Session, parts: Sequence[Telling], runs: Mapping[str | None, int | None]) -> bool:
-    """Note these parts of one state; whether all of its parts are there by that."""
+    """Note these parts of one state; returns whether they complete it."""
     new = parts[0].new
     size = new.facts.world_size
     found: Any = session.execute(_TOLD, {"uid": new.uid}).one()
@@ -258,9 +259,9 @@ def _tell(session: Session, parts: Sequence[Telling], runs: Mapping[str | None, 
 
 
 def _was_told(told: Telling, known: Mapping[int, Any], whole: str | None) -> bool:
-    """Whether a part was told before.
+    """Whether a part was reported before.
 
-    :raises Conflict: another one was, or what it says of the state is not what another part says, as far as that is kept.
+    :raises Conflict: a different one was, or what it says of the state contradicts what another part says, as far as that is kept.
     """
     new, rank, size = told.new, told.rank, told.new.facts.world_size
     for other in known.values():
@@ -278,9 +279,9 @@ def _was_told(told: Telling, known: Mapping[int, Any], whole: str | None) -> boo
 
 
 def _check_alike(told: Telling, other: int, theirs: Mapping[str, Any]) -> None:
-    """Raise unless a part says of its state what that of the rank ``other`` says, as far as that is kept.
+    """Raise unless a part says of its state the same as the part of the rank ``other``, as far as that is kept.
 
-    :raises Conflict: it does not; says what is different.
+    :raises Conflict: it does not; the error says what is different.
     """
     ours = _common(told)
     wrong = [key for key in ours if key in theirs and ours[key] != theirs[key]]
@@ -295,7 +296,7 @@ def _check_alike(told: Telling, other: int, theirs: Mapping[str, Any]) -> None:
 
 
 def _settle(session: Session, uids: Iterable[str]) -> None:
-    """Make these states whole, if nothing is missing any more, and what waits for them."""
+    """Complete these states, where nothing is missing any more, and then those that wait for them."""
     todo = deque(uids)
     while todo:
         uid = todo.popleft()
@@ -304,7 +305,7 @@ def _settle(session: Session, uids: Iterable[str]) -> None:
 
 
 def _complete(session: Session, uid: str) -> bool:
-    """Record a state all of whose parts are there, unless it waits for its parent; whether it waits no longer."""
+    """Record a state all of whose parts are there, unless it must wait for its parent; returns whether it no longer waits."""
     first = session.execute(_FIRST, {"uid": uid}).one()
     place, size = json.loads(first.place), first.world_size
     place.pop("form", None)
@@ -321,7 +322,7 @@ def _complete(session: Session, uid: str) -> bool:
 
 
 def _standing(session: Session, uid: str | None) -> tuple[str | None, str | None]:
-    """The state that one hangs on which names this as its parent; or the uid of what that waits for."""
+    """The effective parent of a state that names this one as its parent; or the uid of the state that must be waited for."""
     while uid is not None:
         found = session.execute(_STANDING, {"uid": uid}).one()
         if found.whole is not None:
@@ -383,7 +384,7 @@ def _give_up(session: Session, uid: str, rank: int, why: Why, reason: str, *, pl
 
 
 def _drop(session: Session, uid: str, rank: int, why: Why, reason: str, *, place: Mapping[str, Any], size: int) -> None:
-    """One row instead of all parts."""
+    """Replace all parts of a state by one row."""
     session.execute(_DROP, {"uid": uid})
     session.execute(_FORGET_COUNT, {"uid": uid})
     row = {"state_uid": uid, "rank": rank, "world_size": size, "digest": "", "run_id": None, "status": why.value, "tier": "", "node": ""}
@@ -392,7 +393,7 @@ def _drop(session: Session, uid: str, rank: int, why: Why, reason: str, *, place
 
 
 def _wait_for(session: Session, awaited: str, uid: str) -> None:
-    """Note that a complete state waits for another one."""
+    """Note that a state with all its parts waits for another one."""
     found = session.execute(_CHILDREN, {"uid": awaited}).all()
     if uid not in {row.said for row in found}:
         row = {"state_uid": awaited, "rank": -1 - len(found), "world_size": 0, "digest": "", "run_id": None, "status": "", "tier": ""}
@@ -400,7 +401,7 @@ def _wait_for(session: Session, awaited: str, uid: str) -> None:
 
 
 def _those_after(session: Session, uid: str) -> list[str]:
-    """The complete states that waited for this one, and do so no longer."""
+    """The states with all their parts that waited for this one; they do so no longer."""
     found = [str(row.said) for row in session.execute(_CHILDREN, {"uid": uid})]
     if found:
         session.execute(_FORGET_CHILDREN, {"uid": uid})
@@ -434,7 +435,7 @@ def _row(told: Telling, runs: Mapping[str | None, int | None]) -> dict[str, obje
         "bytes_new": new.bytes_new,
         "told_at": to_us(None),
         "place": json.dumps({key: value for key, value in _common(told).items() if key != "world_size"}),
-        "said": json.dumps(said),  # not the database's JSON, which knows neither NaN nor whole numbers of any size
+        "said": json.dumps(said),  # not the database's JSON, which supports neither NaN nor integers of any size
     }
 
 
@@ -450,7 +451,7 @@ def _run_ids(session: Session, uids: Collection[str | None]) -> dict[str | None,
 
 
 def _common(told: Telling) -> dict[str, Any]:
-    """What a part says of its state, and each other part too; of the form only where it is said."""
+    """What a part says of its state and every other part must say too; of the form only where it is stated."""
     common = {"world_size": told.new.facts.world_size, **_place_of(told.new.facts)}
     return common | ({"form": told.form} if told.form else {})
 

@@ -1,4 +1,4 @@
-"""A lineage made again in an empty database, from what a folder knows of it: one transaction, all of it or nothing."""
+"""Rebuilds a lineage in an empty database from what a folder knows of it: in one transaction, all of it or nothing."""
 
 from __future__ import annotations
 
@@ -62,12 +62,12 @@ def is_empty(session: Session) -> bool:
 
 
 def put_uid(session: Session, uid: str) -> None:
-    """The lineage is the one that it was: two databases of one uid are never used at once."""
+    """Give the lineage the uid that it had; two databases of one uid are never used at once."""
     session.execute(update(_repository).values(uid=uid))
 
 
 def put_runs(session: Session, runs: Sequence[RunLine], ended_at: Mapping[str, int]) -> None:
-    """Every process and training; all of them are over, at their last sign of life where nobody said when."""
+    """Put every process and training. All of them are over: those without a recorded end ended at their last sign of life."""
     connection = session.connection()
     for run in runs:
         row = {
@@ -93,9 +93,9 @@ def put_runs(session: Session, runs: Sequence[RunLine], ended_at: Mapping[str, i
 
 
 def new_state(line: StateLine) -> NewState:
-    """A state without bytes, as ``record`` takes it: whoever finds its bytes marks it.
+    """A state without bytes, as ``record`` takes it; the code that finds its bytes marks it later.
 
-    :raises ValueError: it is none that this version knows.
+    :raises ValueError: the line is none that this version knows.
     """
     was = Status(line.status)
     facts = StateFacts(
@@ -117,7 +117,7 @@ def new_state(line: StateLine) -> NewState:
 
 
 def put_states(session: Session, news: Sequence[NewState], tell: Callable[[int], None]) -> None:
-    """States, parents before their children."""
+    """Put states, parents before their children."""
     for start in range(0, len(news), _BATCH):
         checkpoint()
         record_all(session, news[start : start + _BATCH])
@@ -125,7 +125,7 @@ def put_states(session: Session, news: Sequence[NewState], tell: Callable[[int],
 
 
 def put_parts(session: Session, parts: Iterable[tuple[str, int, int, str, int]], *, tier: str, node: str) -> None:
-    """The parts of states of several: uid, rank, how many there are, digest, and when it was told."""
+    """Put the parts of states of several parts: uid, rank, number of parts, digest, and when it was reported."""
     rows = [
         {
             **{"state_uid": uid, "rank": rank, "world_size": count, "digest": digest, "run_id": None, "status": Status.DURABLE.value},
@@ -138,7 +138,7 @@ def put_parts(session: Session, parts: Iterable[tuple[str, int, int, str, int]],
 
 
 def put_events(session: Session, events: Sequence[EventLine]) -> None:
-    """Every line of the reflogs, and the names as they stand after the last of them; branches get what they have to themselves."""
+    """Put every line of the reflogs, and the names as they stand after the last of them; also computes the segments of branches."""
     ids = _ids(session, {uid for event in events for uid in (event.old, event.new) if uid is not None})
     rows = [
         {
@@ -169,7 +169,7 @@ def put_events(session: Session, events: Sequence[EventLine]) -> None:
 
 
 def put_remarks(session: Session, remarks: Sequence[RemarkLine]) -> int:
-    """What people noted of states that are here, and of branches; how many there are."""
+    """Put the notes on states that are here, and on branches; returns how many there are."""
     ids = _ids(session, {remark.state for remark in remarks if remark.state is not None})
     rows = [
         {
@@ -185,7 +185,7 @@ def put_remarks(session: Session, remarks: Sequence[RemarkLine]) -> int:
 
 
 def put_clones(session: Session, clones: Sequence[CloneLine]) -> int:
-    """Every arrival of a state that is here, in the order in which they came; how many there are."""
+    """Put every arrival of a state that is here, in the order of arrival; returns how many there are."""
     ids = _ids(session, {clone.state for clone in clones})
     runs = {row.uid: row.id for row in session.execute(select(_run.c.uid, _run.c.id))}
     rows = [
@@ -202,7 +202,7 @@ def put_clones(session: Session, clones: Sequence[CloneLine]) -> int:
 
 
 def put_seals(session: Session, seals: Sequence[SealLine]) -> int:
-    """What each state that is here held when it was sealed; how many seals there are."""
+    """Put the seal of each state that is here; returns how many there are."""
     ids = _ids(session, {seal.state for seal in seals})
     rows = [{"state_id": ids[seal.state], "digest": seal.digest} for seal in seals if seal.state in ids]
     for some in batches(rows, _BATCH):
@@ -212,7 +212,7 @@ def put_seals(session: Session, seals: Sequence[SealLine]) -> int:
 
 
 def put_variants(session: Session, variants: Sequence[VariantLine]) -> None:
-    """What became of the variants of studies."""
+    """Put what became of the variants of studies."""
     for some in batches([structs.asdict(variant) for variant in variants], _BATCH):
         session.execute(insert(_variant), some)
     for variant in variants:
@@ -220,7 +220,7 @@ def put_variants(session: Session, variants: Sequence[VariantLine]) -> None:
 
 
 def put_reports(session: Session, reports: Sequence[ReportLine]) -> None:
-    """Reports that were kept, with their samples."""
+    """Put the reports that were stored, with their samples."""
     for report in reports:
         made: Any = session.execute(insert(_report), {"name": report.name, "created_at": report.created_at, "body": report.body})
         (id_,) = made.inserted_primary_key
@@ -230,7 +230,7 @@ def put_reports(session: Session, reports: Sequence[ReportLine]) -> None:
 
 
 def _ids(session: Session, uids: set[str]) -> dict[str, int]:
-    """The row ids of those states that are here."""
+    """The row ids of those of these states that are here."""
     here: list[str] = []
     for some in batches(sorted(uids), _BATCH):
         here += session.execute(_HERE, {"uids": some}).scalars()

@@ -1,7 +1,7 @@
-"""The commit point: a state becomes part of the lineage in one transaction, with everything that belongs to it.
+"""The commit point: one transaction makes a state, with everything that belongs to it, part of the lineage.
 
-It runs beside training, under its GIL, so it is a handful of statements that were compiled once, on tables rather than on models, and
-no more of them for several states than for one.
+It runs beside training, under its GIL. So it is a handful of statements, compiled once, on tables rather than on models; several states
+take no more statements than one.
 """
 
 from __future__ import annotations
@@ -50,21 +50,21 @@ _UID = re.compile(r"[0-9a-f]{24}")
 
 
 def record(session: Session, new: NewState) -> State:
-    """Make a state visible and move its branch to it, from its parent and from nowhere else.
+    """Make a state visible and move its branch to it; the branch may only come from the state's parent.
 
-    The branch is made when nothing has its name. A metric may be NaN or infinite; it comes back as it was. An error
-    must leave the transaction, so that nothing half-recorded is committed.
+    The branch is created if nothing has its name. A metric may be NaN or infinite, and is read back as it was. An error must leave the
+    transaction, so that nothing half-recorded is committed.
 
     :raises Conflict: the branch has moved on, its name is a tag's, or the uid is taken.
     :raises NotFound: the parent, the run or a further parent is unknown.
-    :raises InvalidInput: a uid, a name or a value cannot be stored; names it.
+    :raises InvalidInput: a uid, a name or a value cannot be stored; the error names it.
     """
     (state,) = record_all(session, [new])
     return state
 
 
 def record_all(session: Session, news: Sequence[NewState]) -> list[State]:
-    """``record`` for several states, parents before their children, in one go: all of them or none."""
+    """``record`` for several states at once, parents before their children: all of them or none."""
     for new in news:
         _check(new)
     if not news:
@@ -80,7 +80,7 @@ def record_all(session: Session, news: Sequence[NewState]) -> list[State]:
         places.add(facts, id_, place, created_us)
         states.append(_state_of(new, place, created_us))
     rows.insert(connection)
-    for name in sorted(places.branches):  # in one order, so that two writers never wait for each other
+    for name in sorted(places.branches):  # always in the same order, so that two writers never wait for each other
         _advance(connection, name, places.branches[name])
     if places.events:
         connection.execute(_INSERT_EVENT, places.events)
@@ -88,9 +88,9 @@ def record_all(session: Session, news: Sequence[NewState]) -> list[State]:
 
 
 def check(new: NewState) -> None:
-    """Raise unless ``record`` would store such a state; whether its parents exist is another question.
+    """Raise unless ``record`` would store such a state; whether its parents exist is not checked.
 
-    :raises InvalidInput: a uid, a name or a value cannot be stored; names it.
+    :raises InvalidInput: a uid, a name or a value cannot be stored; the error names it.
     """
     _check(new)
     for key, value in new.facts.attributes.items():
@@ -126,7 +126,7 @@ def _check(new: NewState) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Node:
-    """What later states must know of a state; only parents are asked for ``step``."""
+    """What later states must know of a state; ``step`` is needed only of parents."""
 
     id: int
     generation: int
@@ -150,7 +150,7 @@ class _Place:
 class _Branch:
     """A branch and how it is about to move, from ``old`` to ``head``. ``is_new``: nothing has its name yet.
 
-    ``segment_id`` and the ``first_id`` of that are those of its segment, once it has one and once that has states.
+    ``segment_id`` is the branch's segment, once it has one; ``first_id`` is that segment's first state, once there is one.
     """
 
     is_new: bool
@@ -164,7 +164,7 @@ class _Branch:
 
 
 class _Places:
-    """The places of new states: as the database says, or as the states before them in the same call say."""
+    """The places of new states, taken from the database or from the states before them in the same call."""
 
     def __init__(self, session: Session) -> None:
         self._session, self._connection = session, session.connection()
@@ -193,7 +193,7 @@ class _Places:
         return [next(asked) if id_ is None else id_ for id_ in here]
 
     def segment_of(self, facts: StateFacts, id_: int) -> int | None:
-        """The segment of a state that is about to be on its branch; None without a branch."""
+        """The segment of a state that is about to join its branch; None without a branch."""
         if facts.branch is None:
             return None
         branch = self.branches[facts.branch]
@@ -207,7 +207,7 @@ class _Places:
         return branch.segment_id
 
     def add(self, facts: StateFacts, id_: int, place: _Place, created_us: int) -> None:
-        """A state that goes there is to come; its branch moves to it."""
+        """Note that a state will take this place; its branch moves to it."""
         self._added[facts.uid] = id_
         self._nodes[id_] = _Node(id_, place.generation, place.jump_id, place.jump_step, facts.step)
         if facts.branch is None:
@@ -220,7 +220,7 @@ class _Places:
         branch.moves += 1
 
     def _ask(self, facts: StateFacts, parent_id: int | None) -> int | None:
-        """Ask the database for what is not yet known of a state's place; returns the row id of its parent."""
+        """Read from the database what is not yet known of a state's place; returns the row id of its parent."""
         parent = None if parent_id is not None else facts.parent
         row: Any = self._connection.execute(_PLACE, {"parent": parent, "run": facts.run, "branch": facts.branch}).one()
         if parent is not None:
@@ -242,14 +242,15 @@ class _Places:
             elif row.ref_kind != RefKind.BRANCH.value:
                 raise Conflict(f"{facts.branch!r} is a tag, captures cannot move it: choose another branch")
             if row.ref_kind is None:
-                segments.leave(self._session, facts.branch)  # whatever else was called so
+                segments.leave(self._session, facts.branch)  # an older branch of that name
             old = (parent_id, facts.parent, parent_id, facts.parent, None, None)
             found = (row.head_id, row.head, row.head_id, row.head, row.segment_id, row.first_id)
             self.branches[facts.branch] = _Branch(row.ref_kind is None, *(old if row.ref_kind is None else found))
         return parent_id
 
     def _jump(self, parent: _Node) -> tuple[int, int | None, int | None]:
-        """Generation, jump pointer and lowest step up to there: over both jumps of the parent when they are equally long, else one up.
+        """Generation, jump pointer and lowest step up to there. Two equally long jumps of the parent become one; else the pointer goes one
+        up.
 
         A root counts as its own jump.
         """
@@ -273,8 +274,8 @@ def _moved_on(branch: str, head: str | None, parent: str | None) -> Conflict:
 
 
 def _free_ids(connection: Connection, count: int) -> Iterator[int]:
-    """Row ids that nobody else takes."""
-    if connection.dialect.name == "sqlite":  # the write lock is ours
+    """Row ids that no other writer takes."""
+    if connection.dialect.name == "sqlite":  # we hold the write lock
         first = connection.execute(_NEXT_ID).scalar_one()
         return iter(range(first, first + count))
     return iter(connection.execute(_NEXT_IDS, {"count": count}).scalars().all())
@@ -295,7 +296,7 @@ class _Rows:
         self._ends: list[int] = []
 
     def add(self, new: NewState, id_: int, place: _Place, segment_id: int | None, further_ids: list[int], created_us: int) -> None:
-        """A state, and what belongs to it."""
+        """Add a state, and what belongs to it."""
         facts = new.facts
         self._states.append(
             {
@@ -345,7 +346,7 @@ class _Rows:
 
 
 def _advance(connection: Connection, name: str, branch: _Branch) -> None:
-    """The branch goes from where it was found to the newest state, or nothing is recorded at all."""
+    """Move the branch from where it was found to the newest state; if it has moved on, nothing at all is recorded."""
     if branch.is_new:
         row = {"name": name, "kind": RefKind.BRANCH.value, "state_id": branch.head_id, "version": branch.moves, "message": None}
         done: Any = connection.execute(_MAKE_BRANCH[connection.dialect.name], row)

@@ -1,4 +1,4 @@
-"""The metrics of a state out of those that its ranks measured."""
+"""Computes the metrics of a state from those that its ranks measured."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from datastates.errors import InvalidInput
 __all__ = ["FIRST", "Reduce", "check_metrics", "check_reduce", "reduced"]
 
 Reduce = str | Mapping[str, str]
-"""How one number comes of those of all ranks: one word for every metric, or one by name; what is not named is that of rank 0."""
+"""How one number is made of those of all ranks: one word for every metric, or a word by name. Metrics not named are those of rank 0."""
 
 FIRST = "first"
 EACH = "each"
@@ -27,9 +27,9 @@ _WAYS: Mapping[str, Callable[[Sequence[float]], float]] = {
 
 
 def check_reduce(reduce: object) -> Reduce:
-    """What a user gave, if it says how metrics are reduced.
+    """The user's value, if it says how metrics are reduced.
 
-    :raises InvalidInput: it does not; lists the words.
+    :raises InvalidInput: it does not; the error lists the words.
     """
     ways = reduce.values() if isinstance(reduce, Mapping) else [reduce]
     for way in ways:
@@ -43,7 +43,7 @@ def check_reduce(reduce: object) -> Reduce:
 def check_metrics(metrics: Mapping[str, float], reduce: Reduce, rank: int) -> None:
     """Raise unless what one rank measured can be recorded under its names.
 
-    :raises InvalidInput: a name is too long for that of the rank beside it.
+    :raises InvalidInput: a name with its rank appended is too long.
     """
     for key in metrics:
         if _way(reduce, key) == EACH:
@@ -51,9 +51,10 @@ def check_metrics(metrics: Mapping[str, float], reduce: Reduce, rank: int) -> No
 
 
 def reduced(measured: Sequence[Mapping[str, float]], reduce: Reduce) -> dict[str, float]:
-    """The metrics of a state of which these are the ranks', by rank. What rank 0 did not measure counts only where it is reduced.
+    """The metrics of a state, from what its ranks measured, by rank. A metric that rank 0 did not measure counts only if it is reduced.
 
-    NaN stays NaN, and is the extreme of whatever it is among. A metric that not every rank measured is reduced over those that did.
+    NaN stays NaN, and a minimum or maximum over values with a NaN is NaN. A metric that only some ranks measured is reduced over those
+    ranks.
     """
     found: dict[str, float] = {}
     for key in dict.fromkeys(key for metrics in measured for key in metrics):

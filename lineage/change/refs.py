@@ -1,4 +1,4 @@
-"""Branches and tags: names of states, changed by compare-and-swap, each change a line of the reflog.
+"""Branches and tags: names of states. Each change is a compare-and-swap and a line of the reflog.
 
 Branches and tags share one namespace. A branch moves with captures (``record``), a tag only by ``move``.
 """
@@ -34,9 +34,9 @@ _ref, _event = table(RefRow), table(RefEventRow)
 
 
 def check_name(name: str) -> str:
-    """The name itself, when a branch or a tag may be called so.
+    """The name itself, if it is valid for a branch or a tag.
 
-    :raises InvalidInput: it may not; says why, and proposes one that may.
+    :raises InvalidInput: it is not; the error says why, and proposes a valid one.
     """
     problem = _problem(values.string(name, "the name of a branch or a tag"))
     if problem:
@@ -45,7 +45,7 @@ def check_name(name: str) -> str:
 
 
 def tag(session: Session, name: str, uid: str, *, message: str | None = None, reason: str = "tag") -> Ref:
-    """Name a state for good.
+    """Give a state a permanent name.
 
     :raises Conflict: the name is taken, even by a tag of the same state.
     """
@@ -53,7 +53,7 @@ def tag(session: Session, name: str, uid: str, *, message: str | None = None, re
 
 
 def keep_tag(session: Session, name: str, uid: str, *, message: str | None = None) -> Ref:
-    """Name a state for good, unless this tag names it already: then the tag as it stands.
+    """Give a state a permanent name; if this tag names it already, the tag as it stands.
 
     :raises Conflict: the name is taken by another state, or by a branch.
     """
@@ -67,7 +67,7 @@ def keep_tag(session: Session, name: str, uid: str, *, message: str | None = Non
 
 
 def branch(session: Session, name: str, uid: str, *, reason: str = "branch") -> Ref:
-    """A new branch with its head at a state.
+    """Create a branch with its head at a state.
 
     :raises Conflict: the name is taken.
     """
@@ -93,9 +93,9 @@ def move(session: Session, name: str, uid: str, *, expected: str, reason: str = 
 
 
 def delete(session: Session, name: str, *, reason: str = "delete") -> Ref:
-    """Forget a name; its states stay, and its reflog.
+    """Delete a name; its states and its reflog stay.
 
-    :raises NotFound: there is no such ref; names the nearest.
+    :raises NotFound: there is no such ref; the error names the nearest.
     """
     found = get(session, name)
     done = session.execute(sql_delete(_ref).where(_ref.c.name == name, _ref.c.version == found.version))

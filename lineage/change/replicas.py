@@ -1,4 +1,4 @@
-"""Replicas in tiers: a state gets safer with every replica, and is evicted when the last one goes."""
+"""Replicas on tiers: a state gets safer with every replica, and is evicted when the last one goes."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ _BATCH = 1000  # ids in one IN list
 
 
 def mark(session: Session, uid: str, status: Status, *, tier: str, node: str, rank: int = 0, bytes: int | None = None) -> Status:
-    """A tier holds the state now: note the replica; the status that it has now.
+    """Note that a tier now holds the state; returns the status that the state has then.
 
-    The status rises to ``status`` or stays, of a state of several parts once the tier holds all of them; an evicted or lost state whose
-    bytes are here again rises too. Of a state that still waits for parts, it is the part of ``rank`` that is safer now. ``bytes`` are those
-    that the state added to that tier: with ``durable`` they become its ``bytes_new`` (but for a state of several parts, of which these are
-    those of ``rank``).
+    The status rises to ``status`` or stays. A state of several parts rises once the tier holds all of them; an evicted or lost state whose
+    bytes are here again rises too. If the state still waits for parts, only the part of ``rank`` gets safer. ``bytes`` are those that the
+    state added to that tier. With ``durable`` they become its ``bytes_new``, except for a state of several parts, where they are those of
+    ``rank`` alone.
 
     :raises NotFound: there is no such state.
-    :raises InvalidInput: ``status`` says that there are no bytes.
+    :raises InvalidInput: ``status`` is one without bytes.
     """
     if not status.is_restorable:
         raise InvalidInput(f"{uid} cannot be marked {status}: states become so when their replicas go, by evict or recovery")
@@ -42,7 +42,7 @@ def mark(session: Session, uid: str, status: Status, *, tier: str, node: str, ra
         part = _mark_part(session, uid, status, tier=tier, node=node, rank=rank, bytes=bytes)
         if part is not None:
             return part
-        row = session.execute(_LOCK_STATE, {"uid": uid}).first()  # its last part may have been told meanwhile
+        row = session.execute(_LOCK_STATE, {"uid": uid}).first()  # its last part may have been reported meanwhile
     if row is None:
         raise unknown(uid)
     now = Status(row.status)
@@ -61,7 +61,7 @@ def mark(session: Session, uid: str, status: Status, *, tier: str, node: str, ra
 
 
 def _mark_part(session: Session, uid: str, status: Status, *, tier: str, node: str, rank: int, bytes: int | None) -> Status | None:
-    """The status of a part of a state that waits; None where there is no such part."""
+    """Mark a part of a waiting state; returns its status, or None if there is no such part."""
     part = {"uid": uid, "of_rank": rank}
     row = session.execute(_LOCK_PART, part).first()
     if row is None:
@@ -80,14 +80,14 @@ def hold(session: Session, state_id: int, *, rank: int, tier: str, node: str, by
 
 
 def unheld() -> ColumnElement[bool]:
-    """Of a state: no tier holds its bytes, or, if it is of several parts, those of one of them."""
+    """The condition that no tier holds a state's bytes or, if it has several parts, those of one of them."""
     its = _replica.c.state_id == _state.c.id
     ranks = select(func.count(_replica.c.rank.distinct())).where(its).scalar_subquery()
     return or_(~exists().where(its), and_(_state.c.world_size > 1, ranks < _state.c.world_size))
 
 
 def evict(session: Session, uids: Iterable[str], *, tier: str, node: str) -> list[str]:
-    """A tier of a node dropped these states; the uids of those that nobody holds any more: they are ``evicted`` now.
+    """Note that a tier of a node dropped these states; returns the uids of those that no tier holds any more, which are now ``evicted``.
 
     :raises NotFound: one of them is unknown.
     """
@@ -95,7 +95,7 @@ def evict(session: Session, uids: Iterable[str], *, tier: str, node: str) -> lis
     ids = sorted(set(ids_of(session, list(uids))))
     for some in batches(ids, _BATCH):
         batch = {"ids": some}
-        session.execute(_LOCK_STATES, batch)  # in id order, as everyone does
+        session.execute(_LOCK_STATES, batch)  # in id order, as every writer does
         session.execute(_DROP_REPLICAS, {**batch, "on_tier": tier, "on_node": node})
         gone = session.execute(_EVICT_UNHELD, batch).all()
         evicted += [row.uid for row in sorted(gone, key=lambda row: int(row.id))]
@@ -112,7 +112,7 @@ def held(session: Session, uids: Iterable[str], *, tier: str, node: str) -> set[
 _state, _replica, _part = table(StateRow), table(ReplicaRow), table(PartRow)
 _ids = bindparam("ids", type_=BigInteger, expanding=True)
 
-# Not FOR UPDATE: that would wait for, and deadlock with, whoever records a child.
+# Not FOR UPDATE: that would wait for a transaction that records a child, and deadlock with it.
 _LOCK_STATE = (
     select(_state.c.id, _state.c.status, _state.c.world_size).where(_state.c.uid == bindparam("uid")).with_for_update(key_share=True)
 )

@@ -1,4 +1,4 @@
-"""Reports on outliers that are kept for people to look at; a report of the same name takes the place of the one before."""
+"""Reports on outliers, stored for people to look at; a report replaces an earlier one of the same name."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class NewSample:
 
 
 def keep(session: Session, name: str, facts: Mapping[str, Any], samples: Iterable[NewSample]) -> int:
-    """Keep a report; gives its id, which is that of the report before it of this name. ``facts`` is what it says of the whole.
+    """Store a report; returns its id, which is that of an earlier report of this name. ``facts`` is what it says of the whole.
 
-    :raises InvalidInput: that is no name.
+    :raises InvalidInput: the name is not valid.
     """
     columns = {"name": values.key(name, "the name of a report"), "created_at": to_us(None), "body": _json(facts)}
     id_ = session.execute(_FIND, {"of": name}).scalar()

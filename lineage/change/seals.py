@@ -1,4 +1,4 @@
-"""Seals: what the chunks of a state were found to hold when it was first exported, imported or verified."""
+"""Seals: a digest of what the chunks of a state held when it was first exported, imported or verified."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def seals(session: Session, uids: Iterable[str]) -> dict[str, str]:
 
 
 def check(known: str | None, found: str, uid: str) -> None:
-    """Raise unless a state's seal is the one that it had, or it had none.
+    """Raise unless a state's seal equals the known one, or none is known.
 
-    :raises Corrupt: it has another.
+    :raises Corrupt: it differs.
     """
     if known is not None and known != found:
         raise Corrupt(
@@ -42,7 +42,7 @@ def check(known: str | None, found: str, uid: str) -> None:
 
 
 def seal(session: Session, uid: str, digest: str) -> None:
-    """Seal a state for good.
+    """Seal a state permanently.
 
     :raises Corrupt: it has another seal.
     """

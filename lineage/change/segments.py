@@ -1,7 +1,8 @@
 """Segments: which states each branch has to itself, and the summaries of their metrics.
 
-``record`` lets a segment grow by its newest states; here is what else happens to one. A branch that is made adopts the ancestors that no
-branch has. One that goes back leaves what was behind it to a segment that no branch has; one that goes elsewhere begins anew there.
+``record`` lets a segment grow by its newest states; everything else that happens to one is here. A new branch adopts those of its ancestors
+that no branch has. A branch that goes back leaves the states after it to a segment without a branch; one that goes elsewhere begins a new
+segment there.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ _next = _state.alias("next")
 
 
 def begin(session: Session, name: str, head: int) -> None:
-    """A branch was made at a state, by row id: it has to itself the ancestors that no branch ever had."""
-    leave(session, name)  # whatever else was called so
+    """Begin the segment of a branch that was created at a state, by row id: it gets the ancestors that no branch ever had."""
+    leave(session, name)  # an older branch of that name
     connection = session.connection()
     free = _path(connection, head, None)
     segment = make(connection, name, head if not free else free[0].parent_id, free[0].id if free else None, branch=name)
@@ -40,12 +41,12 @@ def begin(session: Session, name: str, head: int) -> None:
 
 
 def leave(session: Session, name: str) -> None:
-    """A branch was deleted, or goes elsewhere: what it had to itself stays together."""
+    """Detach the segment of a branch that was deleted or goes elsewhere: its states stay together."""
     session.connection().execute(_LEAVE, {"of": name})
 
 
 def move(session: Session, name: str, old: int, new: int) -> None:
-    """A branch was moved from one state to another one, by row ids, other than by a capture."""
+    """Follow a branch that was moved from one state to another, by row ids, other than by a capture."""
     connection = session.connection()
     place: Any = connection.execute(_PLACE, {"name": name, "new": new}).first()
     if place is None or place.segment_id is None or place.segment_id != place.of_new:
@@ -58,23 +59,23 @@ def move(session: Session, name: str, old: int, new: int) -> None:
 
 
 def make(connection: Connection, name: str, fork: int | None, first: int | None, *, branch: str | None) -> int | None:
-    """The id of a new segment; None when the branch got one meanwhile, from somebody else."""
+    """The id of a new segment; None if the branch got one from another writer meanwhile."""
     row = {"name": name, "branch": branch, "fork_id": fork, "first_id": first}
     made = connection.execute(_MAKE[connection.dialect.name], row).scalar()
     return None if made is None else int(made)
 
 
 def note_first(connection: Connection, segment: int, first: int) -> None:
-    """A segment has its first state."""
+    """Note the first state of a segment."""
     connection.execute(_NOTE_FIRST, {"segment": segment, "first": first})
 
 
 def grow(connection: Connection, tallies: Mapping[tuple[int, str], Tally], ends: Collection[int]) -> None:
-    """Add what is new to the summaries: by segment and metric; and the stretches that are whole now.
+    """Add new states to the summaries, by segment and metric, and write the stretches that are complete now.
 
-    ``ends`` are the states, by row id, that are the last of a stretch.
+    ``ends`` are the states, by row id, that end a stretch.
     """
-    if tallies:  # in one order, so that two writers never wait for each other
+    if tallies:  # always in the same order, so that two writers never wait for each other
         rows = [{"segment_id": key[0], "key": key[1], "place": WHOLE, **tallies[key].row()} for key in sorted(tallies)]
         connection.execute(_GROW[connection.dialect.name], rows)
     if ends:
@@ -88,7 +89,7 @@ def grow(connection: Connection, tallies: Mapping[tuple[int, str], Tally], ends:
 
 
 def _cut(connection: Connection, name: str, segment: int, old: int, new: int, generation: int) -> None:
-    """Leave what is behind ``new`` in a segment to one that no branch has."""
+    """Move the states after ``new`` in a segment to a segment that no branch has."""
     behind = _path(connection, old, segment, generation + 1)
     if not behind:
         return
@@ -107,13 +108,13 @@ def _cut(connection: Connection, name: str, segment: int, old: int, new: int, ge
 
 
 def _path(connection: Connection, head: int, segment: int | None, low: int = 0) -> list[Any]:
-    """The first parents of a state and itself as long as they belong to a segment, or to none; the oldest first."""
+    """A state and its first parents, as long as they belong to the segment, or with None to no segment; the oldest first."""
     rows = connection.execute(_PATH, {"head": head, "segment": segment or 0, "low": low}).all()
     return sorted(rows, key=lambda row: int(row.id))
 
 
 def _values(connection: Connection, head: int, segment: int, low: int = 0) -> list[Any]:
-    """The metrics of a state and its first parents in its segment, down to a generation; the oldest state's first."""
+    """The metrics of a state and of its first parents in its segment, down to a generation; those of the oldest state first."""
     rows = connection.execute(_VALUES, {"head": head, "segment": segment, "low": low}).all()
     return sorted(rows, key=lambda row: int(row.id))
 
@@ -131,7 +132,7 @@ def _take(connection: Connection, segment: int, ids: list[int]) -> None:
 
 
 def _summarise(connection: Connection, segment: int, states: list[Any], values: Iterable[Any]) -> None:
-    """Write every stretch of a segment that has these states, the oldest first."""
+    """Write every stretch of a segment that contains these states, given oldest first."""
     places = {row.id: place_of(row.generation) for row in states}
     by_place: defaultdict[int, list[Any]] = defaultdict(list)
     for row in values:
@@ -158,9 +159,9 @@ def _columns(state: Any) -> tuple[Any, ...]:
 
 
 def _walk() -> Any:
-    """A state and its first parents down to ``low``, as long as they are in ``segment``, where 0 is none.
+    """A state and its first parents down to ``low``, as long as they are in ``segment``, where 0 means none.
 
-    What stops the walk is asked of the path: for a condition on what is joined SQLite would first read that whole table.
+    The conditions that stop the walk are on the path: for a condition on the joined table SQLite would first read all of that table.
     """
     low, wanted = bindparam("low", type_=Integer), bindparam("segment", type_=BigInteger)
     start = select(*_columns(_state)).where(_state.c.id == bindparam("head", type_=BigInteger), _state.c.generation >= low)
@@ -171,7 +172,7 @@ def _walk() -> Any:
 
 
 def _ending() -> Any:
-    """Back from the last state of each stretch to its first one, or to that of the segment."""
+    """The walk back from the last state of each stretch to its first one, or to that of the segment."""
     fixed = (_state.c.generation - (STATES - 1)).label("low"), _state.c.segment_id.label("own")
     start = select(*_columns(_state), *fixed).where(_state.c.id.in_(bindparam("ends", type_=BigInteger, expanding=True)))
     walk = start.cte("ending", recursive=True)
@@ -182,7 +183,8 @@ def _ending() -> Any:
 
 
 def _with_metrics(chosen: Any, walk: Any) -> Any:
-    """Outer, so that SQLite begins with the path, however short, and not with all metrics; what has none is left out after."""
+    """Join the metrics: an outer join, so that SQLite begins with the path, however short, and not with all metrics; states without any are
+    dropped afterwards."""
     return chosen.outerjoin_from(walk, _metric, _metric.c.state_id == walk.c.id).where(func.coalesce(_metric.c.state_id, 0) > 0)
 
 
@@ -216,7 +218,7 @@ _STRETCHES = select(_stretch).where(_stretch.c.segment_id == bindparam("segment"
 
 
 def _growing(made: Any) -> Any:
-    """What is there already is older: it keeps its first state, and its extremes where they are as good."""
+    """Merge new values into a summary. The existing ones are older: they keep the first state, and extremes that are equally good."""
     old, new = _stretch.c, made.excluded  # by name where a collection of columns has a method of that name
     is_less = (new.least.is_not(None)) & (old.least.is_(None) | (new.least < old.least))
     is_more = (new.most.is_not(None)) & (old.most.is_(None) | (new.most > old.most))

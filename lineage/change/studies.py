@@ -1,4 +1,4 @@
-"""What a study is to train, and what became of each variant beside the states that it reported: what it took, and why it failed."""
+"""What a study plans to train, and for each variant its cost and why it failed, beside the states that its training recorded."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 __all__ = ["ERROR_CHARACTERS", "Planned", "begin", "end", "fail", "failures", "plan"]
 
 ERROR_CHARACTERS = 20_000
-"""So much of an error is kept: its first line, and the end, where stands where it was raised."""
+"""How many characters of an error are kept: its first line, and its end, which says where it was raised."""
 
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """One variant as its plan has it: the variant that it goes on from (None: the start), its epochs, and what it changes."""
+    """One variant as its plan has it: the variant that it continues from (None: the start), its epochs, and what it changes."""
 
     name: str
     parent: str | None
@@ -34,7 +34,7 @@ class Planned:
 
 
 def plan(session: Session, study: str, variants: Sequence[Planned]) -> None:
-    """Note what a study is to train, in the order of its plan. What is known of a variant that was planned before stays."""
+    """Note what a study is to train, in the order of its plan. What is known of variants planned before stays."""
     known = {row["name"]: dict(row) for row in session.execute(_KNOWN, {"of": study}).mappings()}
     rows = [_row(study, place, variant) for place, variant in enumerate(variants)]
     new = [row | {"planned_at": to_us(None), "attempts": 0, "took_s": 0.0} for row in rows if row["name"] not in known]
@@ -47,30 +47,30 @@ def plan(session: Session, study: str, variants: Sequence[Planned]) -> None:
 
 
 def begin(session: Session, study: str, variant: str) -> None:
-    """A worker begins to train a variant: what an attempt before it failed of is no news any more."""
+    """Note that a worker begins to train a variant; this clears the error of an earlier attempt."""
     session.execute(_BEGIN, {"of": study, "variant": variant, "now": to_us(None)})
     amend(session, Amended.VARIANT, [variant], study=study)
 
 
 def end(session: Session, study: str, variant: str, took_s: float) -> None:
-    """The worker ends, as it may; it was at it for ``took_s``."""
+    """Note that the worker ended normally, after ``took_s`` of training."""
     session.execute(_END, {"of": study, "variant": variant, "now": to_us(None), "more_s": took_s})
     amend(session, Amended.VARIANT, [variant], study=study)
 
 
 def fail(session: Session, study: str, variant: str, error: str) -> None:
-    """An attempt failed, and why."""
+    """Note that an attempt failed, and why."""
     session.execute(_FAIL, {"of": study, "variant": variant, "now": to_us(None), "why": _shortened(error)})
     amend(session, Amended.VARIANT, [variant], study=study)
 
 
 def failures(session: Session, study: str, since: int) -> dict[str, str]:
-    """Why the last attempts at variants failed, of those that ended after ``since``, in microseconds."""
+    """Why the last attempts at variants failed, for attempts that ended after ``since``, in microseconds."""
     return {row.name: row.error for row in session.execute(_FAILURES, {"of": study, "since": since})}
 
 
 def _shortened(error: str) -> str:
-    """The error without secrets, as a database takes it."""
+    """The error without secrets, in a form that every database accepts."""
     said = masking.text(error.replace("\0", "?").encode("utf-8", "replace").decode())
     if len(said) <= ERROR_CHARACTERS:
         return said

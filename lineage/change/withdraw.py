@@ -1,4 +1,4 @@
-"""Giving up states' bytes on purpose: only those that nobody counts on."""
+"""Giving up the bytes of states on purpose: only of states that nobody counts on."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ _LOCK = 0x6461_7461_6576  # the advisory lock of PostgreSQL: two that are withdr
 
 
 def withdraw(session: Session, uid: str, places: Iterable[tuple[str, str]], *, volatile: Collection[str], is_forced: bool = False) -> State:
-    """Note that a state's bytes leave these places (tier, node); the state as it is then. Drop the bytes once this is committed.
+    """Note that a state's bytes leave these places (tier, node); returns the state as it is then. Drop the bytes once this is committed.
 
-    A state that only ``volatile`` tiers hold from then on is ``captured`` again, one that nobody holds ``evicted``.
+    A state that from then on only ``volatile`` tiers hold is ``captured`` again, one that nobody holds ``evicted``.
 
     :raises NotFound: there is no such state.
     :raises Conflict: a ref counts on it (see ``check_withdrawal``).
@@ -46,17 +46,18 @@ def withdraw(session: Session, uid: str, places: Iterable[tuple[str, str]], *, v
 
 
 def take_turns(session: Session) -> None:
-    """Wait until no other transaction withdraws states, deletes their files or brings files. (SQLite has one writer anyhow.)"""
+    """Wait until no other transaction withdraws states, deletes their files or adds files. (SQLite has only one writer anyway.)"""
     if session.get_bind().dialect.name == "postgresql":
         session.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _LOCK})
 
 
 def withdraw_all(session: Session, ids: Collection[int], *, tier: str, node: str, volatile: Collection[str], holder: str) -> list[str]:
-    """Note that the bytes of states, by row id, leave a tier of a node; the uids of those that do. Drop their bytes once this is committed.
+    """Note that the bytes of states, by row id, leave a tier of a node; returns the uids of those that do. Drop the bytes once this is
+    committed.
 
-    What somebody began to count on since the ids were chosen stays (see ``counted_on``), and so does what a process but ``holder`` has in
-    its ``volatile`` tiers.
-    A state that only ``volatile`` tiers hold from then on is ``captured`` again, one that nobody holds ``evicted``.
+    States that something began to count on since the ids were chosen stay (see ``counted_on``), and so do those that another process than
+    ``holder`` has in its ``volatile`` tiers.
+    A state that from then on only ``volatile`` tiers hold is ``captured`` again, one that nobody holds ``evicted``.
     """
     take_turns(session)
     held = counted_on(session, tier=tier, node=node).keys() | elsewhere(session, ids, volatile=volatile, holder=holder)
@@ -69,9 +70,9 @@ def withdraw_all(session: Session, ids: Collection[int], *, tier: str, node: str
 
 
 def check_withdrawal(session: Session, uid: str, *, is_forced: bool = False) -> State:
-    """The state, when its bytes may go: no ref names it and no branch would go back to it, or ``is_forced``.
+    """The state, if its bytes may go: no ref names it and no branch would go back to it, or ``is_forced``.
 
-    :raises Conflict: a ref counts on it; or it is all that can be restored of a branch, which no force overcomes.
+    :raises Conflict: a ref counts on it; or nothing else of a branch can be restored, which ``is_forced`` does not override.
     :raises Unsupported: several ranks hold it.
     """
     found = state(session, uid)
@@ -90,7 +91,7 @@ def check_withdrawal(session: Session, uid: str, *, is_forced: bool = False) -> 
 
 
 def _is_needed(session: Session, head: str, found: State) -> bool:
-    """Whether a name that leads to ``head`` leads, as far as bytes go, to this state; now, or once memory is gone."""
+    """Whether this state is the nearest one to ``head`` that has bytes, either now or once memory is gone."""
     lasting = (False, True) if _is_lasting(found) else (False,)
     leads = [nearest_restorable(session, head, is_lasting=each) for each in lasting]
     return any(nearest is not None and nearest.uid == found.uid for nearest in leads)

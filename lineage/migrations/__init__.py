@@ -1,10 +1,10 @@
-"""The schema's history. A new revision joins ``KNOWN`` at its end; opening a database then brings it there."""
+"""The schema's history. A new revision is appended to ``KNOWN``; opening a database then migrates it there."""
 
 from __future__ import annotations
 
 __all__ = ["HEAD", "KNOWN"]
 
-# Every project has a revision 0001: ours say whose they are, so that a database of another program is not taken for ours.
+# Every project has a revision 0001: ours carry the project's name, so that a database of another program is not taken for ours.
 KNOWN = (
     "datastates_0001",
     "datastates_0002",

@@ -1,4 +1,4 @@
-"""Alembic, driven by the program: no alembic.ini, so that it works from an installed wheel."""
+"""Runs Alembic from the program: without alembic.ini, so that it works from an installed wheel."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["config", "upgrade"]
 
 
 def config(connection: Connection | None = None) -> Config:
-    """Alembic's configuration; ``connection`` is what ``env.py`` runs on, inside its transaction."""
+    """Alembic's configuration; ``env.py`` runs on ``connection``, inside its transaction."""
     made = Config()
     made.set_main_option("script_location", str(Path(__file__).parent).replace("%", "%%"))
     made.set_main_option("path_separator", "os")

@@ -17,7 +17,7 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    """The tables come back empty: what they said is in the manifests."""
+    """Recreate the tables, empty: what they said is in the manifests."""
     id_ = sa.BigInteger().with_variant(sa.Integer(), "sqlite")
     op.create_table(
         "pack",

@@ -63,7 +63,7 @@ def downgrade() -> None:
 
 
 def fill(connection: sa.Connection) -> None:
-    """Give each branch what no branch that was made before it has, and summarise it."""
+    """Give each branch the states that no branch made before it has, and summarise them."""
     branches = sorted(connection.execute(_BRANCHES), key=lambda row: (row.made or math.inf, row.name != "main", row.state_id))
     for segment, row in enumerate(branches, 1):
         path = sorted(connection.execute(_FREE, {"head": row.state_id}).all())
@@ -76,13 +76,13 @@ def fill(connection: sa.Connection) -> None:
             checkpoint()
         for rows in batches(stretches(connection, segment, path)):
             connection.execute(_INSERT, rows)
-            checkpoint()  # who has no patience gets the lineage back as it was
+            checkpoint()  # an impatient user who interrupts gets the lineage back as it was
     if connection.dialect.name == "postgresql" and branches:
         connection.execute(sa.text("SELECT setval(pg_get_serial_sequence('segment', 'id'), :last)"), {"last": len(branches)})
 
 
 def stretches(connection: sa.Connection, segment: int, path: list[Any]) -> Iterator[dict[str, object]]:
-    """A row for each metric and whole stretch, and one for each metric of the whole segment. ``path`` is id, parent and generation."""
+    """A row for each metric and complete stretch, and one for each metric of the whole segment. ``path`` is id, parent and generation."""
     if not path:
         return
     wholes: defaultdict[str, dict[str, Any]] = defaultdict(dict)
@@ -98,7 +98,7 @@ def stretches(connection: sa.Connection, segment: int, path: list[Any]) -> Itera
 
 
 def add(found: dict[str, Any], id_: int, value: float | None) -> None:
-    """A later state's value. What is not finite is a gap."""
+    """Add a later state's value. A value that is not finite is a gap."""
     if not found:
         found.update(dict.fromkeys(COLUMNS) | {"count": 0, "gaps": 0, "total": 0.0, "first": value, "first_id": id_})
     found["count"] += 1
@@ -128,7 +128,7 @@ def batches(rows: Iterable[dict[str, object]]) -> Iterator[list[dict[str, object
 _BRANCHES = sa.text(
     "SELECT ref.name, ref.state_id, (SELECT min(id) FROM ref_event WHERE ref_event.name = ref.name) AS made FROM ref WHERE kind = 'branch'"
 )
-# What ends the walk is asked of the path: for a condition on what is joined SQLite would first read that whole table.
+# The conditions that end the walk are on the path: for a condition on the joined table SQLite would first read all of that table.
 _FREE = sa.text(
     "WITH RECURSIVE path (id, parent_id, generation, segment_id) AS ("
     " SELECT id, parent_id, generation, segment_id FROM state WHERE id = :head"

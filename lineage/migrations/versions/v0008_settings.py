@@ -38,7 +38,7 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    """Settings are lost; states keep their trainings, which count as processes then."""
+    """Drop the settings; states keep their trainings, which then count as processes."""
     op.drop_table("setting")
     op.drop_index(op.f("ix_run_process"), table_name="run")
     op.drop_column("run", "branch")
@@ -46,7 +46,7 @@ def downgrade() -> None:
 
 
 def _move(setting: sa.Table) -> None:
-    """What somebody chose goes from the records of runs to the settings."""
+    """Move what somebody chose from the records of runs to the settings."""
     run = sa.table("run", sa.column("id", ID), sa.column("config", sa.JSON()))
     connection = op.get_bind()
     for id_, config in connection.execute(sa.select(run.c.id, run.c.config)).all():
@@ -58,7 +58,7 @@ def _move(setting: sa.Table) -> None:
 
 
 def _columns(stored: object) -> dict[str, object]:
-    """As ``lineage/typed.py`` of this version has them; floats that JSON cannot say were ``{"float": "nan"}``."""
+    """The columns that ``lineage/typed.py`` of this version would write; floats that JSON cannot express were ``{"float": "nan"}``."""
     value = float(stored["float"]) if isinstance(stored, dict) else stored
     match value:
         case None:

@@ -53,7 +53,7 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    """Plans, costs, errors and reports are lost; what studies trained stays."""
+    """Drop plans, costs, errors and reports; what studies trained stays."""
     op.drop_table("report_sample")
     op.drop_table("report")
     op.drop_table("variant")

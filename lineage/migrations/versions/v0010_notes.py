@@ -34,7 +34,7 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    """Notes are lost; configurations that came with states too, and those states have none again."""
+    """Drop notes, and configurations that came with states; those states have none again."""
     op.drop_table("note")
     op.execute("UPDATE state SET run_id = NULL WHERE run_id IN (SELECT id FROM run WHERE is_carried)")
     op.execute("DELETE FROM setting WHERE run_id IN (SELECT id FROM run WHERE is_carried)")

@@ -34,5 +34,5 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    """Folders are not told what changes any more."""
+    """Drop the table: folders are no longer told what changes."""
     op.drop_table("amendment")
