@@ -1,6 +1,6 @@
-"""Places for payload: what a tier of your own has to do, and what it may.
+"""Places for payload: the contract of a tier of your own, and what such a tier may do besides.
 
-Names are imported when they are first used: reading a manifest's envelope does without torch.
+Names are imported when they are first used, so that reading a manifest's envelope needs no torch.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _MODULES = {
     "decode": "datastates.content.digest",
     "encode": "datastates.content.digest",
 }
-"""Where a public name lives; those that are not here are in the contract."""
+"""The module in which each public name lives; names that are not listed are in the contract."""
 
 
 def __getattr__(name: str) -> object:

@@ -1,11 +1,11 @@
 """The arena: memory for states, prefaulted once and used again and again, in page-aligned slots of one chunk each.
 
 Copying into memory that was touched before is an order of magnitude faster than into fresh pages. So the whole budget is
-one reserved mapping, of which a growing part is *warm*: made real by ``warm_up``, ``make_real`` or by whoever writes to it first, and never
-given back before ``close``. Forked children (workers of a data loader) do not see it: neither do they pay for copy-on-write of it.
+one reserved mapping, of which a growing part is *warm*: ``warm_up``, ``make_real`` or the first write makes it real, and it is not
+given back before ``close``. Forked children (workers of a data loader) do not see the arena, so they do not pay for copy-on-write of it.
 
-Its pages are huge where the kernel gives them and that is quick. A machine of its own makes huge pages real at 22 GB/s and small ones at 3.
-A virtual machine may have to ask its host for each huge page, at 0.5 to 1.1 GB/s. So when huge pages come slowly, small ones follow.
+It uses huge pages if the kernel gives them quickly. A physical machine makes huge pages real at 22 GB/s and small ones at 3 GB/s.
+A virtual machine may have to ask its host for each huge page, at 0.5 to 1.1 GB/s. So if huge pages come slowly, small ones follow.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ _HUGE_BYTES = 2 << 20
 _MAP_NORESERVE = 0x4000 if sys.platform == "linux" else 0
 
 _SLOW_S = 0.003
-"""Processor time after which a slot was slow to become real: small pages take half of it, huge ones a tenth or three times as much."""
+"""The processor time, in seconds, from which a slot counts as slow to become real: small pages take half of it, huge ones a tenth or three
+times as much."""
 
 _arenas: weakref.WeakSet[Arena] = weakref.WeakSet()
 _maps: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
@@ -55,9 +56,9 @@ class Arena:
         self._reserved: mmap.mmap | None = reserved
         self._has_small_pages = False
         self._view = memoryview(reserved)[start : start + self.capacity * CHUNK_BYTES]
-        with torch.inference_mode(False):  # whoever makes it in that mode could not write to it out of it
+        with torch.inference_mode(False):  # a tensor made in that mode cannot be written to outside of it
             self.flat = torch.frombuffer(self._view, dtype=torch.uint8)
-        """All slots as one tensor; only what is acquired may be read."""
+        """All slots as one tensor; only acquired slots may be read."""
         self._tensors: list[torch.Tensor | None] = [None] * self.capacity
         self._pieces: dict[int, tuple[Sequence[int], Sequence[torch.Tensor]]] = {}
         self._free: dict[int, None] = {}
@@ -78,22 +79,22 @@ class Arena:
             return len(self._free) + self._coming + self.capacity - self._warm
 
     def reach(self, within: int) -> int:
-        """The number of slots that ``acquire`` would give with this ``within``; ``reach(0)`` are free and warm."""
+        """The number of slots that ``acquire`` would give with this ``within``; ``reach(0)`` counts those that are free and warm."""
         with self._lock:
             return self._reach(within)
 
     @property
     def warm(self) -> int:
-        """The number of slots that are or were in use, or were warmed up: what the arena takes of the machine's memory."""
+        """The number of slots that are or were in use, or were warmed up: these take memory of the machine."""
         with self._lock:
             return self._warm
 
     def acquire(self, count: int, prefer: Sequence[int] = (), *, within: int | None = None) -> list[int] | None:
-        """``count`` slots, or None when fewer are free; those released last come first, being warm.
+        """``count`` slots, or None if fewer are free; those released last come first, since they are warm.
 
-        With ``within`` no more than so many slots are warm afterwards (0: only such as are warm already are given), unless they are now.
-        Slots of ``prefer`` that are free are among them, in front and in that order; the others rise, so that chunks which
-        follow each other often lie together. Slots that were never touched are made real as they are written to.
+        With ``within``, no more slots than that are warm afterwards, unless they are now (0: only slots that are warm already are given).
+        Free slots of ``prefer`` come first, in that order. The others are in rising order, so that chunks that
+        follow each other often lie together. Slots that were never touched become real when they are written to.
 
         :raises Closed: the arena was closed, or belongs to the parent of this forked process.
         """
@@ -109,14 +110,14 @@ class Arena:
                     self._untouched.update(fresh)
                     taken = self._take(count, prefer)
                     break
-            self._changed.wait_for(lambda: not self._is_coming(count, most))  # a few ms: they are being touched this very moment
+            self._changed.wait_for(lambda: not self._is_coming(count, most))  # a few ms: another thread is touching them right now
         if fresh:
             self._register()
         return taken
 
     def make_real(self, slots: Iterable[int]) -> None:
-        """Touch those of these acquired slots that were never touched, before anything is copied to them: sooner done than by copying."""
-        if not self._untouched or self._pinned is not None:  # what is registered is real
+        """Touch those of these acquired slots that were never touched, before anything is copied to them, which is faster than copying."""
+        if not self._untouched or self._pinned is not None:  # registered memory is real
             return
         for slot in slots:
             if slot in self._untouched:
@@ -125,10 +126,10 @@ class Arena:
                     self._untouched.discard(slot)
 
     def warm_up(self, count: int = 1) -> bool:
-        """Touch ``count`` more slots before they are needed, for a thread that has time; False if none is cold any more.
+        """Touch ``count`` more slots before they are needed, on a background thread; False if none is cold any more.
 
-        Page by page and by writing: ``MADV_POPULATE_WRITE`` would hold up every ``mmap`` and ``munmap`` of the process, which a training
-        makes all the time, until all of it is touched (290 ms for 64 MiB, where writing holds nobody up).
+        It writes to each page, because ``MADV_POPULATE_WRITE`` would hold up every ``mmap`` and ``munmap`` of the process, which a training
+        calls all the time, until everything is touched (290 ms for 64 MiB, where writing holds nothing up).
         """
         with self._lock:
             self._check_open()
@@ -149,7 +150,7 @@ class Arena:
     def pin(self, registrar: Registrar) -> None:
         """Register warm slots from now on, so that copies from and to devices are asynchronous; only the first call counts.
 
-        Not done before something lies on a device: registering makes a context there.
+        Call it only once something lies on a device, since registering creates a context there.
         """
         with self._lock:
             self._check_open()
@@ -160,14 +161,14 @@ class Arena:
         self._register()
 
     def is_joint(self, first: int, last: int) -> bool:
-        """Whether all from slot ``first`` to slot ``last`` may be copied from or to a device in one go."""
+        """Whether the slots from ``first`` to ``last`` may be copied from or to a device in one go."""
         pinned = self._pinned
         return pinned is None or pinned.is_joint(self._address + first * CHUNK_BYTES, self._address + last * CHUNK_BYTES)
 
     def release(self, slots: Iterable[int]) -> None:
-        """Give slots back; nothing once the arena is closed.
+        """Give slots back; does nothing once the arena is closed.
 
-        :raises InvalidInput: one of them is free already; none is then given back.
+        :raises InvalidInput: one of them is free already; then none is given back.
         """
         with self._lock:
             if self._is_closed:
@@ -179,7 +180,7 @@ class Arena:
             self._free.update(given)
 
     def take_back(self, slots: list[int] | dict[Any, int]) -> None:
-        """``release``, and the list or dict is empty afterwards: to be called again by callers that were interrupted."""
+        """``release`` the slots and empty the list or dict, so that a caller that was interrupted may call it again."""
         with self._lock:
             self.release(slots.values() if isinstance(slots, dict) else slots)
             slots.clear()
@@ -193,9 +194,9 @@ class Arena:
         return tensor
 
     def pieces(self, slot: int, sizes: Sequence[int]) -> Sequence[torch.Tensor]:
-        """A slot as ``uint8`` tensors of these sizes, one behind the other; the same objects as long as the same ``sizes`` object asks.
+        """A slot as ``uint8`` tensors of these sizes, one after the other; the same objects as long as ``sizes`` is the same object.
 
-        To make dozens of views, and to drop them, costs as much as to copy what they show.
+        Making and dropping dozens of views costs as much as copying what they show.
         """
         known = self._pieces.get(slot)
         if known is None or known[0] is not sizes:
@@ -203,12 +204,12 @@ class Arena:
         return known[1]
 
     def memory(self, slot: int, length: int = CHUNK_BYTES) -> memoryview:
-        """The first ``length`` bytes of a slot, and of those that lie behind it."""
+        """The ``length`` bytes from the beginning of a slot on, which may reach into the slots after it."""
         self._check_open()
         return self._view[slot * CHUNK_BYTES : slot * CHUNK_BYTES + length]
 
     def close(self) -> None:
-        """Let go of the memory as soon as nobody's view of it is left; idempotent. What is registered is unregistered before."""
+        """Release the memory as soon as no view of it is left, after unregistering what is registered; idempotent."""
         with self._registering, self._lock:
             if self._is_closed:
                 return
@@ -218,7 +219,7 @@ class Arena:
             self._pinned.let_go()
 
     def _touch(self, slot: int) -> None:
-        """Make a slot of the caller's real; whatever it holds is lost."""
+        """Make one of the caller's slots real; its contents are lost."""
         with self._lock:
             reserved, flat = self._reserved, self.flat
         if reserved is None:
@@ -231,7 +232,7 @@ class Arena:
         if time.thread_time() - began > _SLOW_S and hasattr(mmap, "MADV_NOHUGEPAGE"):
             self._has_small_pages = True
 
-    # All below runs under the lock, but for ``_register``
+    # All below runs under the lock, except ``_register``
 
     def _reach(self, within: int) -> int:
         return len(self._free) + max(0, min(within, self.capacity) - self._warm)
@@ -240,16 +241,16 @@ class Arena:
         return self._reach(within) < count <= self._reach(within) + self._coming
 
     def _widen(self, count: int) -> range:
-        """Up to ``count`` more slots are warm, or soon will be."""
+        """Count up to ``count`` more slots as warm, which they are or soon will be; returns them."""
         first, self._warm = self._warm, min(self._warm + count, self.capacity)
         return range(first, self._warm)
 
     def _put_below(self, fresh: range) -> None:
-        """Under what was used before, so that they are taken last, and from the bottom up."""
+        """Put fresh slots under those that were used before, so that they are taken last, and from the bottom up."""
         self._free = dict.fromkeys((*reversed(fresh), *self._free))
 
     def _take(self, count: int, prefer: Sequence[int]) -> list[int]:
-        """With ``count`` slots free."""
+        """Take ``count`` slots; that many must be free."""
         taken = [slot for slot in dict.fromkeys(prefer) if slot in self._free][:count] if prefer else []
         for slot in taken:
             del self._free[slot]
@@ -257,7 +258,7 @@ class Arena:
         return taken
 
     def _register(self) -> None:
-        """Pin what is warm and is not pinned yet; slots begin and end registrations, so that a chunk lies in one."""
+        """Pin what is warm and not pinned yet. Registrations begin and end at slots, so that each chunk lies in one."""
         if self._pinned is None:
             return
         with self._registering:
@@ -281,14 +282,14 @@ class Arena:
         self.flat = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def _leave_to_parent(self) -> None:
-        """Forget the arena in a forked child: none of it is there."""
+        """Forget the arena in a forked child, where none of it exists."""
         if self._pinned is not None:
             self._pinned.leave_to_parent()
         self._forget()
 
 
 def _reserve(length: int) -> mmap.mmap:
-    """Address space for the arena; a page of memory behind it only where one is touched."""
+    """Address space for the arena; a page takes memory only once it is touched."""
     try:
         reserved = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
     except OSError as exc:
@@ -304,7 +305,7 @@ def _reserve(length: int) -> mmap.mmap:
 
 
 def _after_fork() -> None:
-    # What the child maps next may lie where these did: they must never be unmapped there.
+    # The child may map other memory at the addresses of these: they must never be unmapped there.
     for reserved in list(_maps):
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(reserved))
     for arena in list(_arenas):

@@ -1,6 +1,6 @@
-"""Chunks that other states of a folder hold already, whichever process wrote them: each is compared byte by byte first.
+"""Borrows chunks that other states of a folder hold already, whichever process wrote them, after comparing each byte by byte.
 
-A digest says which chunks may be equal, never that they are: xxh3 finds rot, and does not resist anyone who makes two chunks of one
+A digest tells which chunks may be equal, never that they are: xxh3 finds rot, but does not resist an attacker who makes two chunks of one
 digest. The compared bytes are read once, when a state first shares them; its successors refer to what it refers to.
 """
 
@@ -28,25 +28,25 @@ from .tier import Payload
 __all__ = ["Borrowed", "Stamp", "find_borrowed", "stamp_of"]
 
 _AHEAD_BYTES = 8 * CHUNK_BYTES
-"""How much the disk is asked to read ahead; without, it is read at a third of its speed."""
+"""How much the kernel is asked to read ahead; without this the disk delivers a third of its speed."""
 
 _Key = tuple[bytes, int]
 """A chunk's digest and length."""
 
 Stamp = tuple[int, int, int, int]
-"""Device, inode, time and size: what tells a file from another one that has taken its name."""
+"""Device, inode, time and size, which distinguish a file from another one that has taken its name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Borrowed:
-    """Chunks of a state that lie in packs of others, as the files of ``stamps`` were when their bytes were compared."""
+    """Chunks of a state that lie in packs of other states; ``stamps`` are those of the packs when their bytes were compared."""
 
     places: Mapping[_Key, tuple[PackInfo, int]] = field(default_factory=dict)
     stamps: Mapping[str, Stamp] = field(default_factory=dict)
 
 
 def find_borrowed(root: Path, index: ChunkIndex, payload: Payload, known: Container[_Key], likely: Places) -> Borrowed:
-    """Those chunks of a state that lie in packs of ``root``, but for ``known`` ones, and for small ones that have no ``likely`` place."""
+    """The chunks of a state that lie in packs of ``root``, except ``known`` ones, and small ones that have no ``likely`` place."""
     first: dict[_Key, int] = {}
     for number, chunk in enumerate(payload.manifest.content.chunks):
         key = (chunk.digest, chunk.length)
@@ -71,12 +71,12 @@ def find_borrowed(root: Path, index: ChunkIndex, payload: Payload, known: Contai
 
 
 def stamp_of(status: os.stat_result) -> Stamp:
-    """The facts by which a file is known to be the same."""
+    """The facts by which a file is recognized as the same."""
     return status.st_dev, status.st_ino, status.st_mtime_ns, status.st_size
 
 
 def is_there(path: Path, size: int, stamp: Stamp | None = None) -> bool:
-    """Whether a file of that size is there, and is the one of the ``stamp`` where that is given."""
+    """Whether a file of that size exists, and is the one of the ``stamp`` if that is given."""
     try:
         status = path.stat()
     except FileNotFoundError:
@@ -85,9 +85,9 @@ def is_there(path: Path, size: int, stamp: Stamp | None = None) -> bool:
 
 
 class _Pack:
-    """A pack to compare with. It is read, not mapped: a mapped file that somebody cuts short ends the process.
+    """A pack to compare with. It is read, not mapped: a mapped file that is cut short kills the process.
 
-    :raises OSError: it is not there, cannot be read, or is none.
+    :raises OSError: it does not exist, cannot be read, or is no pack.
     """
 
     def __init__(self, path: Path, buffer: memoryview) -> None:
@@ -100,7 +100,7 @@ class _Pack:
             raise
 
     def holds(self, offset: int, wanted: memoryview) -> bool:
-        """Whether these bytes lie there as a chunk: from the start of a page, with zeros behind."""
+        """Whether these bytes lie at ``offset`` as a chunk: from the start of a page, followed by zeros."""
         end = padded(wanted.nbytes)
         if offset % PAGE or offset < self.info.header_length or offset + end > self.info.size:
             return False

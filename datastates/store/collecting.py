@@ -1,7 +1,8 @@
-"""Making room in a folder of packs: what crashed writers left, packs that no manifest needs, packs most of whose bytes nobody needs.
+"""Makes room in a folder of packs. It deletes what crashed writers left and packs that no manifest needs, and rewrites packs most of whose
+bytes no manifest needs.
 
-Nothing is known in advance, and nothing is kept between two collections: whatever ends one, the next one goes on. The folder's exclusive
-lock is held for a few files at a time, and bytes are copied without it, so that captures and readers go on.
+A collection needs no knowledge in advance and leaves none behind: whatever ends one, the next one goes on. It holds the folder's exclusive
+lock for a few files at a time, and copies bytes without it, so that captures and readers go on.
 """
 
 from __future__ import annotations
@@ -23,17 +24,17 @@ from .rewriting import Rewriting, Sparse, sparse_packs
 __all__ = ["Collected", "Collector"]
 
 _BATCH = 32
-"""So many files are deleted while the lock is held once."""
+"""The number of files that are deleted while the lock is held once."""
 
 _ONE_AT_A_TIME = ".collecting"
 
 Packs = Mapping[str, frozenset[str] | None]
-"""The packs that each manifest needs; None where it cannot be read."""
+"""The packs that each manifest needs; None if the manifest cannot be read."""
 
 
 @dataclass(slots=True)
 class Collected:
-    """What was deleted and written, or would be; sizes are those of files. ``left`` says what was left alone, and why."""
+    """What was deleted and written, or would be; sizes are file sizes. ``left`` says what was left alone, and why."""
 
     temporaries: int = 0
     temporary_bytes: int = 0
@@ -45,9 +46,9 @@ class Collected:
 
 
 class Collector:
-    """One collection in a folder. ``tell`` is called with the bytes freed so far, and those that can be.
+    """One collection in a folder. ``tell`` is called with the bytes freed so far, and the total that can be.
 
-    ``without`` are manifests that count as deleted, when it is asked what would be done.
+    ``without`` are manifests that ``look`` treats as deleted.
 
     :raises Conflict: another process collects in this folder.
     """
@@ -60,7 +61,7 @@ class Collector:
         self._collected = Collected()
 
     def look(self) -> Collected:
-        """What there is to be done; nothing is changed."""
+        """What a collection would do; nothing is changed."""
         done = self._collected
         for path in self._temporaries():
             if is_abandoned(path):
@@ -77,7 +78,7 @@ class Collector:
         return done
 
     def collect(self) -> Collected:
-        """Do it."""
+        """Collect; returns what was done."""
         held = hold(self._root / _ONE_AT_A_TIME)
         if held is None:
             raise Conflict(f"another process collects garbage in {self._root}: let it end, then do it again if there is still need")
@@ -106,7 +107,7 @@ class Collector:
         return [self._root / name for name in os.listdir(self._root) if name.startswith(TEMPORARY)]
 
     def _manifests(self) -> Packs | None:
-        """None when one of them cannot be read: it may need any pack."""
+        """The packs that each manifest needs; None if one cannot be read, since it may need any pack."""
         found = {name: packs for name, packs in self._references.of_each().items() if name not in self._without}
         unread = sorted(name for name, packs in found.items() if packs is None and (self._root / name).exists())
         if unread:
@@ -129,7 +130,7 @@ class Collector:
         found = self._temporaries()
         for start in range(0, len(found), _BATCH):
             checkpoint()
-            with locked(self._root, is_shared=False):  # an identity is written under this lock alone
+            with locked(self._root, is_shared=False):  # an identity is written under this lock only
                 for path in found[start : start + _BATCH]:
                     size = _size(path)
                     if remove_abandoned(path):

@@ -1,4 +1,4 @@
-"""Whether two stretches of memory hold the same bytes."""
+"""Compares two stretches of memory."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["are_equal"]
 
 
 def are_equal(one: memoryview, other: memoryview) -> bool:
-    """Eight bytes at a time, which is four times as fast, and without the GIL."""
+    """Whether both hold the same bytes; compares eight bytes at a time, which is four times as fast, without the GIL."""
     if one.nbytes != other.nbytes:
         return False
     count = one.nbytes // 8

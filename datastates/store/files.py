@@ -1,4 +1,4 @@
-"""Files that are complete or not there: names, locks, temporary files, and writing past the page cache."""
+"""Files that are complete or do not exist: names, locks, temporary files, and writes past the page cache."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ __all__ = [
 ]
 
 TEMPORARY = ".tmp-"
-"""How the name of a file begins that is still being written; whoever writes it holds a lock on it."""
+"""The beginning of the name of a file that is still being written; its writer holds a lock on it."""
 
 FORBIDDEN = (errno.EROFS, errno.EACCES, errno.EPERM)
-"""What the kernel says to whoever may not write."""
+"""The kernel's errors for a process that may not write."""
 
 _LOCK = ".lock"
 _BATCH_BYTES = 16 << 20
@@ -52,7 +52,7 @@ _O_DIRECT = getattr(os, "O_DIRECT", 0)
 
 
 def free_pack_name(root: Path, uid: str, rank: int) -> str:
-    """A name for the pack of a state: the pack of an earlier stay of the same state may still be needed by others."""
+    """A name for the pack of a state that no file has: if the state was here before, others may still need its earlier pack."""
     names = (f"{uid}.{rank}{(number and -number) or ''}.safetensors" for number in count())
     return next(name for name in names if not (root / name).exists())
 
@@ -61,8 +61,8 @@ def free_pack_name(root: Path, uid: str, rank: int) -> str:
 def locked(root: Path, *, is_shared: bool, is_needed: bool = True) -> Iterator[None]:
     """Hold the folder's lock, against other threads and processes: shared to commit or open, exclusive to remove.
 
-    The lock of a file that another user made needs no right to write it. Without ``is_needed`` a lock that cannot be had is done
-    without: to read where one may not write. If somebody removes what it reads, the reader notices by the digests.
+    Locking a file that another user made does not need the right to write it. Without ``is_needed``, the block runs even if the lock
+    cannot be had: that is for readers that may not write. If another process removes what they read, the digests show it.
 
     :raises PermissionError: the lock's file cannot be opened.
     """
@@ -83,7 +83,7 @@ def locked(root: Path, *, is_shared: bool, is_needed: bool = True) -> Iterator[N
 
 
 def _open_lock(path: Path, *, is_shared: bool) -> int:
-    """Open for writing where that is allowed: over NFS an exclusive lock needs it."""
+    """Open the lock's file, for writing if that is allowed: over NFS an exclusive lock needs it."""
     try:
         return open_lockable(path, os.O_RDWR)
     except FileNotFoundError:
@@ -107,7 +107,7 @@ class Temporary:
     is_committed: bool = False
 
     def commit(self) -> None:
-        """Give the file its name, for good. It was fsynced before."""
+        """Give the file its final name, durably. It must be fsynced before."""
         at("rename", self.path)
         os.rename(self.path, self.final)
         self.is_committed = True
@@ -116,9 +116,9 @@ class Temporary:
 
 @contextmanager
 def temporary(final: Path) -> Iterator[Temporary]:
-    """A file that will be ``final``, or is gone at the end of the block.
+    """A file that becomes ``final`` by ``commit``, or is gone at the end of the block.
 
-    Waits while another writer has the same one; what a dead writer left is taken over.
+    Waits while another writer has the same file. A file that a dead writer left is taken over.
     """
     path = final.with_name(TEMPORARY + final.name)
     fd = _create_locked(path)
@@ -135,7 +135,7 @@ def temporary(final: Path) -> Iterator[Temporary]:
 
 
 def is_abandoned(path: Path) -> bool:
-    """Whether nobody writes this temporary file any more; not of one that cannot be opened."""
+    """Whether no process writes this temporary file any more; False if it cannot be opened."""
     try:
         fd = open_lockable(path)
     except OSError:
@@ -150,7 +150,7 @@ def is_abandoned(path: Path) -> bool:
 
 
 def remove_abandoned(path: Path) -> bool:
-    """Delete a temporary file that nobody writes, and that nobody takes over meanwhile; whether it was deleted."""
+    """Delete a temporary file, unless a process writes it or takes it over meanwhile; returns whether it was deleted."""
     try:
         fd = open_lockable(path)
     except OSError:
@@ -168,7 +168,7 @@ def remove_abandoned(path: Path) -> bool:
 
 
 def sync_folder(path: Path) -> None:
-    """Make the folder's names durable."""
+    """Make the names in the folder durable."""
     at("sync", path)
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -178,7 +178,7 @@ def sync_folder(path: Path) -> None:
 
 
 def supports_direct(root: Path) -> bool:
-    """Whether files in this folder can be written past the page cache; found out by doing so."""
+    """Whether files in this folder can be written past the page cache; it tries."""
     path = root / f"{TEMPORARY}probe-{secrets.token_hex(8)}"
     page = mmap.mmap(-1, PAGE)
     try:
@@ -203,12 +203,12 @@ def write_file(fd: int, path: Path, data: bytes) -> None:
 def write_chunks(
     fd: int, path: Path, header: bytes, chunks: Iterable[memoryview], size: int, *, is_direct: bool, pace: Pace | None = None
 ) -> None:
-    """Fill an empty file with a header and chunks, each from the start of a page with zeros behind, and make it durable.
+    """Fill an empty file with a header and chunks, each from the start of a page and followed by zeros, and make it durable.
 
-    The room is allocated first: a full disk shows before anything is written, and the file lies in one stretch. Direct
-    writes take what starts at a page as it lies; all else goes through a buffer. What is not direct is brought to the disk every
-    64 MiB: the page cache never holds more of it that must be written, for which the kernel would make every writer of the machine wait.
-    With a ``pace`` it is written so fast at most, and brought to the disk each second.
+    The room is allocated first, so that a full disk shows before anything is written, and the file lies in one stretch. Direct
+    writes take memory that starts at a page as it is; everything else goes through a buffer. Writes that are not direct are synced every
+    64 MiB, so that the page cache never holds more dirty bytes of the file; with more, the kernel would make every writer of the machine
+    wait. With a ``pace`` the writes keep to that rate, and are synced each second.
     """
     _allocate(fd, path, size)
     if is_direct:
@@ -275,7 +275,7 @@ def _plain(header: bytes, chunks: Iterable[memoryview]) -> Iterator[memoryview]:
 
 
 def _pages(header: bytes, chunks: Iterable[memoryview]) -> Iterator[memoryview]:
-    """The same in whole pages of memory."""
+    """The header and the chunks in whole pages of memory."""
     yield _copied(header)
     for chunk in chunks:
         if _address(chunk) % PAGE:
@@ -318,7 +318,7 @@ def _batches(views: Iterator[memoryview], most: int) -> Iterator[list[memoryview
 
 
 def _write(fd: int, path: Path, views: list[memoryview], offset: int) -> int:
-    """Write all of it; a short write goes on where it stopped. The offset behind."""
+    """Write all of it; a short write goes on where it stopped. Returns the offset after the last byte."""
     while views:
         at("write", path, sum(view.nbytes for view in views))
         done = os.pwritev(fd, views, offset)

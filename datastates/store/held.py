@@ -1,4 +1,4 @@
-"""A reader of a state whose chunks are in memory as plain bytes: what tiers return that fetch a whole state at once."""
+"""A reader of a state whose chunks are in memory as plain bytes, for tiers that fetch a whole state at once."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["HeldReader"]
 
 
 class HeldReader(Reader):
-    """Reads ``chunks``, in the order of the manifest. ``source`` says in errors where they came from."""
+    """Reads ``chunks``, in the order of the manifest. Errors name ``source`` as the place from which they came."""
 
     def __init__(self, manifest: Manifest, chunks: Sequence[bytes | memoryview], *, source: str, verify: bool = True) -> None:
         if len(chunks) != len(manifest.content.chunks):
@@ -37,7 +37,7 @@ class HeldReader(Reader):
         return view
 
     def span(self, start: int, length: int) -> memoryview | None:
-        """A view where the stretch lies in one chunk."""
+        """A view if the stretch lies in one chunk, else None."""
         touched = self.chunks_of(start, length)
         if len(touched) > 1:
             for index in touched:
@@ -49,5 +49,5 @@ class HeldReader(Reader):
         return self.chunk(touched.start)[offset : offset + length]
 
     def close(self) -> None:
-        """Let go of the bytes."""
+        """Release the bytes."""
         self._chunks = None

@@ -3,11 +3,12 @@
     <folder>/.chunks    2**n pages of 64 entries of 64 bytes; the first n bits of a digest say which page, the newest entry comes first
     an entry            digest, length, offset, and the name of the pack without its suffix; zeros where there is none
 
-Nothing here is relied on. Whoever uses a hint compares the bytes that it leads to (``borrowing``), so a file that is stale, torn, copied,
-forged or gone costs what could have been shared and nothing else. It is never fsynced, and no memory is held between two puts.
+Nothing relies on the index. Code that uses a hint compares the bytes to which it leads (``borrowing``). So a file that is stale, torn,
+copied, forged or gone costs only what could have been shared. It is never fsynced, and no memory is held between two puts.
 
-A page that is full in a crowded file doubles the file, without the entries of packs that are gone; elsewhere, and in a file of the
-largest size, its oldest entry gives way. A file that is missing or of no size that is ours begins with what the newest manifests say.
+If a page is full and the file is crowded, the file is doubled, without the entries of packs that are gone. Otherwise, and in a file of the
+largest size, the page's oldest entry gives way. A file that is missing or has an invalid size starts with the chunks of the newest
+manifests.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ __all__ = ["SHARED_BYTES", "ChunkIndex", "Hint"]
 _logger = logging.getLogger(__name__)
 
 SHARED_BYTES = 64 << 10
-"""Chunks below it are not shared between states that are not related: storing them again costs less than what a shared one pins."""
+"""Chunks below this size are not shared between unrelated states: storing them again costs less than what a shared chunk pins."""
 
 _NAME = ".chunks"
 _SUFFIX = ".safetensors"
@@ -52,7 +53,7 @@ _Key = tuple[bytes, int]
 
 @dataclass(frozen=True, slots=True)
 class Hint:
-    """A chunk, and the pack and the offset at which it is said to lie."""
+    """A chunk, and the pack and the offset at which it may lie."""
 
     key: _Key
     pack: str
@@ -60,13 +61,13 @@ class Hint:
 
 
 class ChunkIndex:
-    """The hints of one folder. Safe from any thread and process; what the file system refuses is logged, and nothing is found."""
+    """The hints of one folder. Safe from any thread and process. Errors of the file system are logged, and then nothing is found."""
 
     def __init__(self, root: Path) -> None:
         self._root, self._path = root, root / _NAME
 
     def find(self, keys: Iterable[_Key]) -> list[Hint]:
-        """Every hint about these chunks; several about one are tried in their order."""
+        """Every hint about these chunks; several hints about one chunk are to be tried in their order."""
         try:
             fd, bits = self._open()
             try:
@@ -83,7 +84,7 @@ class ChunkIndex:
             return []
 
     def add(self, hints: Iterable[Hint]) -> None:
-        """Chunks that lie in packs which a manifest needs."""
+        """Add hints at chunks that lie in packs which a manifest needs."""
         left = [entry for hint in hints if (entry := _entry(hint)) is not None]
         try:
             while left:
@@ -95,7 +96,7 @@ class ChunkIndex:
             _logger.info("the chunks of a state are not shared: %s cannot be written (%s)", self._path, exc)
 
     def _open(self) -> tuple[int, int]:
-        """The file for reading, and how many bits of a digest choose a page."""
+        """The file, open for reading, and how many bits of a digest choose a page."""
         if _bits_at(self._path) is None:
             self._make()
         fd = open_regular(self._path)
@@ -115,7 +116,7 @@ class ChunkIndex:
 
     @contextmanager
     def _locked(self) -> Iterator[tuple[int, int]]:
-        """The file for writing, which no other process writes or replaces meanwhile."""
+        """The file, open for writing; no other process writes or replaces it during the block."""
         while True:
             fd = open_lockable(self._path, os.O_RDWR)
             try:
@@ -130,7 +131,7 @@ class ChunkIndex:
                 close_lockable(fd)
 
     def _grow(self, fd: int, bits: int) -> None:
-        """Put a file of twice the pages in the place of this one."""
+        """Replace this file by one with twice the pages."""
         here = {_stem(name) for name in os.listdir(self._root) if name.endswith(_SUFFIX)}
         with temporary(self._path) as file:
             os.ftruncate(file.fd, PAGE << bits + 1)
@@ -140,7 +141,7 @@ class ChunkIndex:
 
 
 def _insert(fd: int, bits: int, entries: list[bytes]) -> list[bytes]:
-    """Put entries first in their pages; those that are left because the file is to grow."""
+    """Put entries first in their pages; returns those that are left because the file must grow first."""
     for number, entry in enumerate(entries):
         at = _page_of(entry, bits)
         page = os.pread(fd, PAGE, at)
@@ -151,13 +152,13 @@ def _insert(fd: int, bits: int, entries: list[bytes]) -> list[bytes]:
 
 
 def _is_crowded(fd: int, bits: int) -> bool:
-    """Whether most of a few pages are filled to a quarter: digests that were made to fall on one page are no reason to grow."""
+    """Whether most of a few sampled pages are filled to a quarter, so that digests made to fall on one page do not make the file grow."""
     step, at = PAGE << bits - _LEAST_BITS, PAGE // 4 + _STEM_AT
     return sum(os.pread(fd, 1, number * step + at) > b"\0" for number in range(_SAMPLED_PAGES)) > _SAMPLED_PAGES // 2
 
 
 def _split(page: bytes, bits: int, here: set[bytes]) -> bytes:
-    """The two pages that come of one, by the next bit of each digest, without the entries of packs that are gone."""
+    """The two pages into which one is split, by the next bit of each digest, without the entries of packs that are gone."""
     halves: tuple[list[bytes], list[bytes]] = ([], [])
     for at in range(0, PAGE, _ENTRY.size):
         entry = page[at : at + _ENTRY.size]
@@ -167,7 +168,7 @@ def _split(page: bytes, bits: int, here: set[bytes]) -> bytes:
 
 
 def _page_of(digest: bytes, bits: int) -> int:
-    """The place at which the page of a digest, or of an entry, begins."""
+    """The offset at which the page of a digest, or of an entry, begins."""
     return (int.from_bytes(digest[:4], "big") >> 32 - bits) * PAGE
 
 
@@ -184,7 +185,7 @@ def _hints(page: bytes, key: _Key) -> Iterator[Hint]:
 
 
 def _entry(hint: Hint) -> bytes | None:
-    """None for a pack whose name is too long: ours are shorter."""
+    """The entry of a hint; None for a pack whose name is too long, as ours never is."""
     stem = _stem(hint.pack)
     return None if len(stem) > _STEM_BYTES else _ENTRY.pack(*hint.key, hint.offset, stem)
 

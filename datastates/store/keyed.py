@@ -1,4 +1,4 @@
-"""A tier in whatever keeps bytes under keys: an object store, a table of a database, a folder on a share."""
+"""A tier in any store that keeps bytes under keys: an object store, a database table, a folder on a share."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _UID = re.compile(r"[0-9A-Za-z_-]{1,64}")
 
 
 class KeyedTier(Tier):
-    """A tier that keeps each state as objects under keys; a subclass says how one of them is read, written and listed.
+    """A tier that keeps each state as objects under keys; a subclass defines how objects are read, written and listed.
 
-    A chunk lies under its BLAKE3 digest, so that states share what is equal. The object that makes a state visible is written last. A
+    A chunk's key is its BLAKE3 digest, so that states share equal chunks. The object that makes a state visible is written last. A
     state is fetched whole when it is opened, and nothing is ever removed. Each rank of a job puts its part under a key of its own, which
-    looks like any other to the subclass.
+    looks like any other key to the subclass.
     """
 
     holds_parts = True
@@ -40,22 +40,22 @@ class KeyedTier(Tier):
     def read(self, key: str) -> bytes:
         """The object under a key.
 
-        :raises KeyError: there is none.
+        :raises KeyError: there is no such object.
         """
 
     @abstractmethod
     def write(self, key: str, data: bytes) -> None:
-        """Keep an object under a key; it is whole and safe once this returns."""
+        """Store an object under a key; it is whole and safe once this returns."""
 
     @abstractmethod
     def keys(self, prefix: str) -> Iterable[str]:
-        """Every key that begins so, in no order."""
+        """Every key that begins with ``prefix``, in no order."""
 
     def put(self, payload: Payload, *, base: Manifest | None = None) -> Placed:
         """Write the chunks that are not there yet, then the state."""
         payload.check()
         origin, keys, bytes_new = payload.manifest.origin, list[str](), 0
-        with self._lock:  # or two threads would write, and count, the same chunk
+        with self._lock:  # otherwise two threads would write, and count, the same chunk
             if not self._has(origin.uid, origin.rank):
                 for view in payload.chunks:
                     keys.append(f"{_CHUNK}{blake3(view).hexdigest()}")
@@ -66,10 +66,10 @@ class KeyedTier(Tier):
         return Placed(payload.manifest, bytes_new)
 
     def open(self, uid: str, *, verify: bool = True) -> Reader:
-        """Fetch a state; of one of several parts, that of rank 0.
+        """Fetch a state; if it has several parts, that of rank 0.
 
         :raises NotFound: it is not here.
-        :raises Corrupt: a chunk of it is gone, or what lists them is damaged.
+        :raises Corrupt: a chunk of it is gone, or the list of its chunks is damaged.
         """
         return self.open_part(uid, 0, verify=verify)
 
@@ -89,7 +89,7 @@ class KeyedTier(Tier):
         return HeldReader(manifest, chunks, source=place, verify=verify)
 
     def has(self, uid: str) -> bool:
-        """Whether a state is here; of one of several parts, that of rank 0."""
+        """Whether a state is here; if it has several parts, that of rank 0."""
         return self._has(uid, 0)
 
     def uids(self) -> Iterator[str]:
@@ -97,7 +97,7 @@ class KeyedTier(Tier):
         return (key.removeprefix(_STATE) for key in self.keys(_STATE))
 
     def close(self) -> None:
-        """Use it no more; what a subclass opened it closes itself."""
+        """Refuse further use; a subclass closes what it opened itself."""
         self._is_closed = True
 
     def _has(self, uid: str, rank: int) -> bool:
@@ -110,5 +110,5 @@ class KeyedTier(Tier):
 
 
 def _key(uid: str, rank: int) -> str:
-    """Where a part is listed. No key has a dot, or is another one's folder: a subclass may make files of them."""
+    """The key of a part's list of chunks. No key has a dot, or is the folder of another: a subclass may use keys as file names."""
     return f"{_PART}{uid}/{rank}" if rank else f"{_STATE}{uid}"

@@ -7,10 +7,10 @@ A state becomes durable in this order, and ``on_step`` is called after each step
     manifest-written    likewise
     manifest-renamed    from here on the state is visible, and durable
 
-What the folder holds already, for whichever state, is referred to and not written again (``borrowing``).
+Chunks that the folder already holds, for any state, are referred to and not written again (``borrowing``).
 
-A state is removed the other way round: its manifest first (``manifest-removed``), then the packs that no manifest in the
-folder needs. Several processes may use one folder. Committing and opening share the folder's lock, removing has it alone.
+A state is removed in the opposite order: its manifest first (``manifest-removed``), then the packs that no manifest in the
+folder needs. Several processes may use one folder. Committing and opening share the folder's lock; removing holds it alone.
 """
 
 from __future__ import annotations
@@ -62,14 +62,14 @@ __all__ = ["LocalTier"]
 
 
 def _untold(done: int, total: int) -> None:
-    """Nobody asked how far it is."""
+    """Report progress to no one."""
 
 
 class LocalTier(DurableTier):
     """States in a folder of this machine, or of a shared file system that has ``flock``.
 
-    ``direct`` writes past the page cache (None: where the file system can). ``pace`` is how fast payload is written. ``rank`` is the rank
-    whose part of a state is meant where only the state is named; the parts of any ranks may lie in one folder.
+    ``direct`` writes past the page cache (None: if the file system can). ``pace`` is how fast payload is written. ``rank`` is the rank
+    whose part is used by methods that name only the state; the parts of all ranks may lie in one folder.
     """
 
     name = "local"
@@ -95,7 +95,7 @@ class LocalTier(DurableTier):
             make_folders(self.root)
         except OSError as exc:
             if exc.errno not in FORBIDDEN:
-                raise  # else nothing is there to be read, and whoever writes is told
+                raise  # otherwise there is nothing to read here, and writers get the error
 
     @cached_property
     def is_direct(self) -> bool:
@@ -202,7 +202,7 @@ class LocalTier(DurableTier):
                     if all(is_there(self.root / pack.name, pack.size) for pack in manifest.packs):
                         found[part] = Placed(manifest, own_bytes(manifest))
             if found:
-                sync_folder(self.root)  # who was killed may have renamed the last file, and not yet have synced its name
+                sync_folder(self.root)  # a process that was killed may have renamed the last file without syncing its name
         return found
 
     def remove(self, uid: str) -> int:
@@ -220,7 +220,7 @@ class LocalTier(DurableTier):
         try:
             with locked(self.root, is_shared=False):
                 needed = self._references.needed()
-                for name in packs if needed is not None else ():  # else it is left to a sweep
+                for name in packs if needed is not None else ():  # otherwise a sweep will do it
                     if uid_of(name, "safetensors") is not None and name not in (needed or ()):
                         (self.root / name).unlink(missing_ok=True)
                 sync_folder(self.root)
@@ -289,7 +289,7 @@ class LocalTier(DurableTier):
             yield
 
     def close(self) -> None:
-        """Refuse further use; readers that are open go on."""
+        """Refuse further use; open readers keep working."""
         self._is_closed = True
 
     @contextmanager
@@ -312,7 +312,7 @@ class LocalTier(DurableTier):
                 yield staged
 
     def _names_of(self, uids: Iterable[str]) -> list[str]:
-        """The manifests of all parts that are here of these states."""
+        """The names of the manifests of all parts of these states that are here."""
         wanted = set(uids)
         return [manifest_name(uid, rank) for uid, rank in self.parts() if uid in wanted] if wanted else []
 
@@ -341,7 +341,7 @@ class LocalTier(DurableTier):
         places = places_of(base)
         with self.stage(payload, known=places if is_of_base else {}, likely=places) as staged:
             placed = staged.commit()
-        if placed is None:  # what it refers to was removed meanwhile
+        if placed is None:  # a pack to which it refers was removed meanwhile
             with self.stage(payload, is_sharing=False) as staged:
                 placed = staged.commit()
         assert placed is not None, "it refers to nothing else"
@@ -360,9 +360,10 @@ class LocalTier(DurableTier):
             yield _Staged(self, plan, encoded, pack, file, stamps)
 
     def _same(self, payload: Payload) -> Manifest:
-        """The manifest of a state that is here, if it is this one: uid and digest prove nothing, because an earlier one may be forged.
+        """The manifest of a state that is already here, if it is the same state. Its bytes are compared, because uid and digest prove
+        nothing: the earlier one may be forged.
 
-        :raises Conflict: it is another.
+        :raises Conflict: it is another state.
         """
         uid, rank = payload.manifest.origin.uid, payload.manifest.origin.rank
         here = self.root / manifest_name(uid, rank)
@@ -398,7 +399,7 @@ class LocalTier(DurableTier):
     def _commit(self, staged: _Staged) -> Placed | None:
         plan, file = staged.plan, staged.file
         try:
-            with locked(self.root, is_shared=True):  # what is referred to is not removed before the manifest says so
+            with locked(self.root, is_shared=True):  # packs to which it refers must stay until the manifest names them
                 if not all(is_there(self.root / info.name, info.size, staged.stamps.get(info.name)) for info in plan.borrowed):
                     return None
                 if staged.pack is not None:
@@ -415,7 +416,7 @@ class LocalTier(DurableTier):
         return Placed(plan.manifest, plan.bytes_new)
 
     def _undo(self, plan: PutPlan, file: Temporary) -> None:
-        """Take back what a commit has renamed."""
+        """Undo the renames of a commit."""
         with locked(self.root, is_shared=False):
             if file.is_committed:
                 file.final.unlink(missing_ok=True)
@@ -478,7 +479,7 @@ def _places(manifest: Manifest) -> Iterator[tuple[PackInfo, int]]:
 
 
 def _readable(manifest: Manifest) -> bytes:
-    """The manifest as bytes that were read back: what cannot be read again is not to be called durable."""
+    """The manifest as bytes, once they were decoded again as a check: a state that cannot be read must not count as durable."""
     uid = manifest.origin.uid
     try:
         encoded = encode(manifest)
@@ -489,7 +490,7 @@ def _readable(manifest: Manifest) -> bytes:
 
 
 def _hints(plan: PutPlan) -> Iterator[Hint]:
-    """Hints at the chunks of a state that it wrote itself, and that others may share."""
+    """Hints at the chunks that a state wrote itself, and that others may share."""
     for index, offset in zip(plan.new, plan.layout.offsets if plan.layout is not None else (), strict=True):
         chunk = plan.manifest.content.chunks[index]
         if chunk.length >= SHARED_BYTES:
@@ -497,7 +498,7 @@ def _hints(plan: PutPlan) -> Iterator[Hint]:
 
 
 def _unlink(path: Path) -> bool:
-    """Whether it is gone; in a folder with the sticky bit what other users made is theirs to delete."""
+    """Delete a file; returns whether it is gone. In a folder with the sticky bit only its owner can delete it."""
     try:
         path.unlink(missing_ok=True)
     except PermissionError:

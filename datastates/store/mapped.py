@@ -1,6 +1,6 @@
-"""Reading a state from packs.
+"""Reads a state from packs.
 
-Bytes are read into memory of our own: a file that is mapped and cut short ends the process that looks at it. Only what the caller keeps
+Bytes are read into memory of our own, because a mapped file that is cut short kills the process that reads it. Only what the caller keeps
 for longer than the reader, and what does not fit into memory twice, is mapped: privately, so that nothing written there reaches a file.
 """
 
@@ -30,14 +30,14 @@ from .tier import Reader
 __all__ = ["MappedReader"]
 
 _NAMED_PATHS = 8
-_FEWEST = 4  # chunks; fewer are read before threads would have begun
-_KEPT = 2  # chunks that were read last: tensors that follow each other share them
+_FEWEST = 4  # chunks; fewer are read sooner than threads start
+_KEPT = 2  # the chunks read last: tensors that follow each other share them
 
 
 class MappedReader(Reader):
-    """A state on disk, opened. Its packs are opened when it is made, so that it outlives their removal.
+    """A state on disk, opened. It opens the packs when it is made, so that it outlives their removal.
 
-    A missing or damaged pack is no error before one of its chunks is asked for: chunks in other packs can be read.
+    A missing or damaged pack raises only when one of its chunks is asked for; chunks in other packs can be read.
     """
 
     is_waited_for = True
@@ -55,7 +55,7 @@ class MappedReader(Reader):
         self._is_closed = False
 
     def chunk(self, index: int) -> memoryview:
-        """One chunk, in memory that stays while somebody has the view."""
+        """One chunk, in memory that stays as long as the view."""
         kept = self._kept.get(index)
         if kept is not None and not self._is_closed:
             return kept
@@ -72,9 +72,9 @@ class MappedReader(Reader):
         return view
 
     def span(self, start: int, length: int) -> memoryview | None:
-        """A private, writable mapping where the chunks follow each other in one pack; it stays when the reader is closed.
+        """A private, writable mapping if the chunks follow each other in one pack; it stays when the reader is closed.
 
-        The kernel ends a process that looks at it after the file was cut short.
+        The kernel kills a process that reads it after the file was cut short.
         """
         self._check_open()
         touched = self.chunks_of(start, length)
@@ -89,7 +89,7 @@ class MappedReader(Reader):
         return self._pack(touched.start).mapped()[begin : begin + length]
 
     def prepare(self, stretches: Sequence[tuple[int, int]]) -> None:
-        """Read the chunks of these stretches on a few threads, where memory has room for them and little else lies in them."""
+        """Read the chunks of these stretches on a few threads, if memory has room for them and they hold little else."""
         self._check_open()
         chunks = self.manifest.content.chunks
         wanted = sorted({index for start, length in stretches for index in self.chunks_of(start, length)})
@@ -103,14 +103,14 @@ class MappedReader(Reader):
         self._stage = stage
 
     def loan(self, start: int, length: int) -> memoryview | None:
-        """What ``prepare`` has read; of anything else None where memory has room for the whole state."""
+        """The bytes that ``prepare`` has read; for others None, if memory has room for the whole state, else a mapping."""
         self._check_open()
         if self._stage is not None and (staged := self._stage.view(self.chunks_of(start, length), start % CHUNK_BYTES, length)) is not None:
             return staged
         return None if self._has_room else self.span(start, length)
 
     def gather(self, start: int, into: memoryview) -> None:
-        """Read whole chunks straight to where they belong, and check them there."""
+        """Fill ``into``: whole chunks are read straight into place, and checked there."""
         done = 0
         for index in self.chunks_of(start, into.nbytes):
             offset = start + done - index * CHUNK_BYTES
@@ -127,13 +127,13 @@ class MappedReader(Reader):
         on_threads(wanted, partial(self._look_through, Room()), between=checkpoint)
 
     def pour(self, pieces: Mapping[int, Sequence[Piece]]) -> None:
-        """See ``SupportsPouring``: the file may have been written to meanwhile."""
+        """See ``SupportsPouring``; chunks are checked again, since the file may have been written to meanwhile."""
         self._check_open()
         room = Room()
         on_threads(list(pieces), lambda index: self._pour(index, pieces[index], room))
 
     def lying(self, index: int) -> memoryview:
-        """The address at which a chunk is mapped: for other processes, to which a file that was cut short gives an error."""
+        """A chunk as it is mapped, for other processes to read: a file that was cut short gives them an error."""
         ref = self.manifest.refs[index]
         return self._pack(index).mapped()[ref.offset : ref.offset + self.manifest.content.chunks[index].length].toreadonly()
 
@@ -152,7 +152,7 @@ class MappedReader(Reader):
             self._verify_header(pack, index)
 
     def close(self) -> None:
-        """Let go of the packs; views that are left keep what they show."""
+        """Release the packs; views that are left keep what they show."""
         self._is_closed = True
         self._packs, self._kept, self._stage = [], {}, None
 
@@ -164,7 +164,7 @@ class MappedReader(Reader):
         return self._is_roomy
 
     def _read_staged(self, index: int, into: memoryview) -> None:
-        """A whole chunk, checked while it is in the processor's cache. On any thread."""
+        """Read a whole chunk into ``into``, and check it while it is in the processor's cache. Runs on any thread."""
         length = self.manifest.content.chunks[index].length
         into = into[: padded(length) if self._verifies else length]
         count = read_at(self._pack(index).fd, into, self.manifest.refs[index].offset)
@@ -174,13 +174,13 @@ class MappedReader(Reader):
             raise self._cut(index, count)
 
     def _look_through(self, room: Room, index: int) -> None:
-        """Check a chunk and what follows it. On any thread."""
+        """Check a chunk and what follows it. Runs on any thread."""
         into = room.memory[: padded(self.manifest.content.chunks[index].length)]
         count = read_at(self._pack(index).fd, into, self.manifest.refs[index].offset)
         self._verify(into[:count], index)
 
     def _pour(self, index: int, pieces: Sequence[Piece], room: Room) -> None:
-        """Each leg where it belongs; digested there, or in the room, while it is in the cache. On any thread."""
+        """Read each leg into place, and digest it there, or in the room, while it is in the cache. Runs on any thread."""
 
         def strides() -> Iterator[memoryview]:
             for leg in legs(pieces, self.manifest.content.chunks[index].length, is_whole=self._verifies):
@@ -214,7 +214,7 @@ class MappedReader(Reader):
 
     def _gather(self, index: int, offset: int, into: memoryview) -> None:
         kept, is_unverified = self._kept.get(index), index in self._unverified
-        is_whole = into.nbytes == CHUNK_BYTES  # nothing is behind it that is to be zeros
+        is_whole = into.nbytes == CHUNK_BYTES  # no zeros follow a whole chunk
         if kept is None and (is_whole or not is_unverified):
             count = read_at(self._pack(index).fd, into, self.manifest.refs[index].offset + offset)
             if is_unverified:
@@ -239,7 +239,7 @@ class MappedReader(Reader):
             raise Closed(f"the reader of state {self.manifest.origin.uid} is closed: open the state again")
 
     def _verify(self, data: memoryview, index: int) -> None:
-        """A chunk with what follows it to the end of its page, as far as there was any."""
+        """Check a chunk, and what follows it to the end of its page, if there is any."""
         chunk = self.manifest.content.chunks[index]
         if data.nbytes < padded(chunk.length):
             raise self._cut(index, data.nbytes)
@@ -275,7 +275,7 @@ class MappedReader(Reader):
         return self._root / self.manifest.packs[ref.pack].name
 
     def _whose(self, index: int) -> str:
-        """A text that names a chunk, and the tensors that are lost with it."""
+        """A text that names a chunk and the tensors in it."""
         start, end = index * CHUNK_BYTES, (index + 1) * CHUNK_BYTES
         paths = [place.spec.path for place in places_of(bytes(self.manifest.content.tensors)) if place.start < end and place.end > start]
         more = f" and {len(paths) - _NAMED_PATHS} more" if len(paths) > _NAMED_PATHS else ""
@@ -284,7 +284,7 @@ class MappedReader(Reader):
 
 
 class _Pack:
-    """A pack that is open, and as large as its manifest says."""
+    """An open pack, as large as its manifest says."""
 
     def __init__(self, fd: int, size: int) -> None:
         self.fd, self._size = fd, size
@@ -311,7 +311,7 @@ class _Pack:
 
 
 def _open(path: Path, pack: PackInfo) -> _Pack | str:
-    """The pack; or what is wrong with it, in words."""
+    """The pack, or a text that says what is wrong with it."""
     try:
         fd = open_regular(path)
     except FileNotFoundError:
@@ -320,7 +320,7 @@ def _open(path: Path, pack: PackInfo) -> _Pack | str:
         return f"{path} cannot be opened ({exc})"
     size = os.fstat(fd).st_size
     if size == pack.size:
-        # Not WILLNEED: it fills the page cache with small pages, and whatever is read there later takes twice as long.
+        # Not WILLNEED: it fills the page cache with small pages, from which later reads take twice as long.
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
         return _Pack(fd, size)
     os.close(fd)

@@ -1,8 +1,8 @@
 """The memory tier: states held as slots of the arena, each distinct chunk once, however many states have it.
 
-A digest says which chunks are one only among those of one *party*: what was captured or made here (``OURS``), or what came from one source.
-xxh3 finds rot, and does not resist anyone who makes two chunks of one digest; so chunks of two parties share a slot only once their bytes
-were compared. An arriving state may be made of our own chunks unasked: then it is our bytes that it gets.
+Equal digests mean equal chunks only within one *party*: what was captured or made here (``OURS``), or what came from one source. xxh3 finds
+rot, but does not resist an attacker who makes two chunks of one digest. So chunks of two parties share a slot only once their bytes were
+compared. An arriving state may use our own chunks without a comparison: then it gets our bytes.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ _K = TypeVar("_K")
 _V = TypeVar("_V")
 
 _STATE_BYTES, _CHUNK_ENTRY_BYTES = 4096, 256
-"""What a state and each of its chunks take as Python objects here, in the engine, and in what the lineage is told of them (measured)."""
+"""The bytes that a state and each of its chunks take as Python objects here, in the engine and in records for the lineage (measured)."""
 
 
 @dataclass(slots=True)
 class _State:
-    """A state that is held. ``readers`` keep its slots when it is removed; ``yielding`` are those that can be told to let go. Of a state
-    that came with all its ``parts``, one a rank, ``manifest`` is what they make together, and ``chunks`` are those of all."""
+    """A state that is held. ``readers`` keep its slots when it is removed; ``yielding`` are those that can be told to release them. For a
+    state that came with all its ``parts``, one for each rank, ``manifest`` is that of all together, and ``chunks`` are those of all."""
 
     manifest: Manifest
     chunks: tuple[Held, ...]
@@ -58,7 +58,7 @@ class _State:
 
     @property
     def used_at(self) -> float:
-        """The time at which somebody last read it."""
+        """The time at which it was last read."""
         return max((reader.used_at for reader in self.yielding), default=0.0)
 
 
@@ -71,7 +71,7 @@ class MemoryTier(CaptureTier):
     def __init__(self, arena: Arena, node: str = "") -> None:
         self._arena, self.node = arena, node
         self._states: dict[str, _State] = {}
-        self._lingering: dict[int, _State] = {}  # removed, and kept by readers
+        self._lingering: dict[int, _State] = {}  # removed, but still kept by readers
         self.on_let_go = lambda: None
         self._chunks: dict[_Key, list[Held]] = {}
         self._shared = Counter[int]()
@@ -92,7 +92,7 @@ class MemoryTier(CaptureTier):
                     chunks = tuple(self._place(key, slot, OURS) for key, slot in zip(keys, slots, strict=True))
                     placed = self._enter(manifest, chunks, slots)
                     taken = {chunk.slot for chunk in chunks}
-                    slots[:] = [slot for slot in slots if slot not in taken]  # the last step, after which the others are not undone
+                    slots[:] = [slot for slot in slots if slot not in taken]  # the last step: after it nothing is undone
             self._arena.take_back(slots)
             return placed
 
@@ -141,7 +141,7 @@ class MemoryTier(CaptureTier):
             return placed
 
     def put(self, payload: Payload, *, base: Manifest | None = None) -> Placed:
-        """Copy a state of ours into the arena; only chunks that no state of ours has take memory. ``base`` is not needed here.
+        """Copy a state of ours into the arena; only chunks that no state of ours has take memory. ``base`` is ignored.
 
         :raises OverBudget: it does not fit.
         """
@@ -152,7 +152,7 @@ class MemoryTier(CaptureTier):
             placed = self._find(manifest)
             if placed is not None:
                 return placed
-        held, filled = self.hold(keys), dict[_Key, int]()  # stays here while the rest is copied without the lock
+        held, filled = self.hold(keys), dict[_Key, int]()  # held while the rest is copied without the lock
         try:
             views = {key: view for key, view in zip(keys, payload.chunks, strict=True) if key not in held}
             filled.update(zip(views, self._acquire(manifest, len(views)), strict=True))
@@ -169,7 +169,7 @@ class MemoryTier(CaptureTier):
         return self._open(uid, None, verify=verify)
 
     def open_part(self, uid: str, rank: int, *, verify: bool = True) -> Reader:
-        """``open`` for one rank's part, of a state that came with all its parts or of which this is the only one here."""
+        """``open`` for one rank's part of a state that came with all its parts, or of which only this part is here."""
         return self._open(uid, rank, verify=verify)
 
     def ranks(self, uid: str) -> Sequence[int]:
@@ -230,13 +230,13 @@ class MemoryTier(CaptureTier):
 
     @property
     def bytes_held(self) -> int:
-        """Payload bytes that are held, each distinct chunk once."""
+        """The payload bytes held, counting each distinct chunk once."""
         with self._lock:
             return sum(length * len(held) for (_, length), held in self._chunks.items())
 
     @property
     def slots_held(self) -> int:
-        """Slots of the arena that states hold."""
+        """The number of slots of the arena that states hold."""
         with self._lock:
             return sum(map(len, self._chunks.values()))
 
@@ -246,7 +246,7 @@ class MemoryTier(CaptureTier):
         return self._beside
 
     def close(self) -> None:
-        """Drop every state; what readers have open goes when they close. Idempotent."""
+        """Drop every state; slots that readers have open are released when these close. Idempotent."""
         with self._lock:
             self._is_closed = True
             states, self._states = self._states, {}
@@ -295,9 +295,9 @@ class MemoryTier(CaptureTier):
 
     @contextmanager
     def _wholly(self, manifest: Manifest, *given: dict[_Key, Any]) -> Iterator[None]:
-        """A block that lets a state in, or changes nothing: neither what is known of states and chunks, nor what was ``given`` for it.
+        """A block that takes a state in wholly or, on an error, restores what is known of states and chunks, and what was ``given``.
 
-        No slot goes back to the arena inside: that cannot be undone.
+        No slot may go back to the arena inside the block, since that cannot be undone.
         """
         uid, keys, parts = manifest.origin.uid, _keys(manifest), [id(part) for part in _shared_parts(manifest)]
         state, beside, shared = self._states.get(uid), self._beside, {part: self._shared[part] for part in parts}
@@ -311,7 +311,7 @@ class MemoryTier(CaptureTier):
             _put_back(self._shared, {part: count or None for part, count in shared.items()})
             _put_back(self._chunks, {key: list(before) or None for key, before in chunks.items()})
             for chunk, uses in chain.from_iterable(before.items() for before in chunks.values()):
-                chunk.uses = uses  # and whose its bytes are stays true
+                chunk.uses = uses  # its parties need no undoing: they remain true
             for each, copy in zip(given, copies, strict=True):
                 each.clear()
                 each.update(copy)
@@ -326,9 +326,9 @@ class MemoryTier(CaptureTier):
         party: str,
         parts: tuple[Manifest, ...],
     ) -> Placed:
-        """Enter a state whose chunks are ``held`` already or were ``filled``; others may have brought the same meanwhile.
+        """Enter a state whose chunks are ``held`` already or were ``filled``; others may have brought the same chunks meanwhile.
 
-        What is left in ``filled`` is to go back to the arena.
+        The caller gives the slots that are left in ``filled`` back to the arena.
         """
         here = self._states.get(manifest.origin.uid)
         if here is not None:
@@ -353,7 +353,7 @@ class MemoryTier(CaptureTier):
         return placed
 
     def _check_same(self, here: _State, manifest: Manifest, slots: Mapping[_Key, int]) -> None:
-        """Compare two states whose uid and digest are equal, which proves nothing: the earlier one may be forged."""
+        """Compare the bytes of two states whose uid and digest are equal, since the earlier one may be forged."""
         is_same = here.manifest.digest == manifest.digest and all(
             chunk.key in slots and self._are_equal(chunk.slot, slots[chunk.key], chunk.key[1]) for chunk in here.chunks
         )
@@ -364,7 +364,7 @@ class MemoryTier(CaptureTier):
             )
 
     def _enter(self, manifest: Manifest, chunks: tuple[Held, ...], slots: Iterable[int], parts: tuple[Manifest, ...] = ()) -> Placed:
-        """Know a state; ``slots`` are what was brought for it, of which it keeps those of its chunks."""
+        """Register a state; ``slots`` were brought for it, and it keeps those with its chunks."""
         kept = {chunk.slot: chunk.key[1] for chunk in chunks}
         bytes_new = sum(kept[slot] for slot in kept.keys() & slots)
         manifest = msgspec.structs.replace(manifest, packs=(), refs=())
@@ -384,7 +384,7 @@ class MemoryTier(CaptureTier):
         return next((chunk for chunk in held if party in chunk.parties), next((chunk for chunk in held if OURS in chunk.parties), None))
 
     def _place(self, key: _Key, slot: int, party: str) -> Held:
-        """Count one more use of a chunk that the party has in ``slot``, which becomes its place if nothing equal is here."""
+        """Count one more use of a chunk that the party has in ``slot``; the slot becomes its place if no equal chunk is here."""
         held = self._chunks.setdefault(key, [])
         for chunk in held:
             if party in chunk.parties or self._are_equal(chunk.slot, slot, key[1]):
@@ -411,13 +411,13 @@ class MemoryTier(CaptureTier):
         return self._unuse(state.chunks)
 
     def _unuse(self, chunks: Iterable[Held]) -> int:
-        """Count the uses down, and give back the slots of chunks that nothing uses any more; how many bytes those have."""
+        """Count the uses down, and give back the slots of chunks that nothing uses any more; returns the bytes freed."""
         unused = self._unused(chunks)
         self._arena.release(chunk.slot for chunk in unused)
         return sum(chunk.key[1] for chunk in unused)
 
     def _unused(self, chunks: Iterable[Held]) -> list[Held]:
-        """Count the uses down; the chunks that nothing uses any more, and that are not known from now on."""
+        """Count the uses down; returns the chunks that nothing uses any more, which are forgotten."""
         unused = []
         for chunk in chunks:
             chunk.uses -= 1
@@ -441,7 +441,7 @@ class _MemoryReader(Reader):
         self.used_at = time.monotonic()
 
     def when_wanted(self, tell: Callable[[], None]) -> None:
-        """Give way."""
+        """See ``Reader.when_wanted``."""
         self._tier._yield(self, self._state, tell)
 
     def chunk(self, index: int) -> memoryview:
@@ -459,7 +459,7 @@ class _MemoryReader(Reader):
         return view
 
     def span(self, start: int, length: int) -> memoryview | None:
-        """A view where the slots of its chunks follow each other, and may be copied to a device in one go."""
+        """A view if the slots of its chunks follow each other, and may be copied to a device in one go."""
         self._check_open()
         touched = self.chunks_of(start, length)
         slots = self._slots[touched.start : touched.stop]
@@ -478,7 +478,7 @@ class _MemoryReader(Reader):
         on_threads([index for index in indices if index in self._unverified], self._look_at, between=checkpoint)
 
     def pour(self, pieces: Mapping[int, Sequence[Piece]]) -> None:
-        """See ``SupportsPouring``: what was checked in memory of our own is as it was."""
+        """See ``SupportsPouring``; nothing is checked twice, since chunks in our own memory do not change."""
         self.check(list(pieces))
         on_threads(list(pieces), lambda index: self._pour(index, pieces[index]))
 
@@ -491,7 +491,7 @@ class _MemoryReader(Reader):
             copy(piece.memory, data[piece.offset :][: piece.memory.nbytes])
 
     def close(self) -> None:
-        """Let go of the slots."""
+        """Release the slots."""
         with undisturbed():
             with self._lock:
                 if self._is_closed:
@@ -513,7 +513,7 @@ def _keys(manifest: Manifest) -> tuple[_Key, ...]:
 
 
 def _put_back(known: dict[_K, _V], before: Mapping[_K, _V | None]) -> None:
-    """What is known of these keys is again what it was before; None: nothing."""
+    """Restore what was known of these keys before; None means that nothing was."""
     for key, value in before.items():
         if value is None:
             known.pop(key, None)
@@ -522,7 +522,7 @@ def _put_back(known: dict[_K, _V], before: Mapping[_K, _V | None]) -> None:
 
 
 def _weight(manifest: Manifest) -> int:
-    """Bytes of a state beside its slots, but for what it shares with others of its layout."""
+    """The bytes of a state besides its slots, without what it shares with others of its layout."""
     origin, content = manifest.origin, manifest.content
     said = len(origin.message or "") + sum(len(value) for value in origin.attributes.values() if isinstance(value, str))
     entries = len(origin.metrics) + len(origin.attributes) + len(content.chunks)
@@ -530,7 +530,7 @@ def _weight(manifest: Manifest) -> int:
 
 
 def _shared_parts(manifest: Manifest) -> tuple[msgspec.Raw, msgspec.Raw]:
-    """The same objects for every state that was captured by one plan."""
+    """The parts of a manifest that are the same objects for every state captured by one plan."""
     return manifest.content.skeleton, manifest.content.tensors
 
 

@@ -1,4 +1,4 @@
-"""What the files of a folder of packs are called, and which packs a manifest there needs."""
+"""The names of the files in a folder of packs, and the packs that a manifest there needs."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from datastates.system.regular import read_regular
 __all__ = ["MAX_MANIFEST", "manifest_name", "packs_of", "uid_of"]
 
 MAX_MANIFEST = 256 << 20
-"""The bytes of the longest manifest that is read."""
+"""The size of the largest manifest that is read, in bytes."""
 
 _NAME = re.compile(r"([0-9A-Za-z_-]{1,64})\.(\d{1,9})(?:\.manifest|(?:-\d+)?\.safetensors)")
 
 
 def manifest_name(uid: str, rank: int) -> str:
-    """The file of a state's manifest on one rank."""
+    """The name of the file with a state's manifest on one rank."""
     return f"{uid}.{rank}.manifest"
 
 
@@ -30,7 +30,7 @@ def uid_of(name: str, kind: str) -> tuple[str, int] | None:
 
 
 def packs_of(root: Path, uid: str, rank: int = 0) -> tuple[PackInfo, ...]:
-    """The packs that a state needs in a folder, as its manifest there says; none where it has none that can be read."""
+    """The packs that a state needs, as its manifest in this folder says; none if it has no manifest that can be read."""
     path = root / manifest_name(uid, rank)
     if uid_of(path.name, "manifest") is None:
         return ()

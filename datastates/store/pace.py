@@ -1,4 +1,4 @@
-"""A number of bytes a second that is not exceeded: whoever writes waits, a little after each piece, until the next may go."""
+"""A limit on the bytes written per second: a writer waits a little after each piece, until it may write the next."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from .pack import PAGE
 __all__ = ["Pace"]
 
 _PIECES_PER_S = 10
-"""So many pieces a second are written at least, where they can be so small."""
+"""The least number of pieces written per second, if they can be that small."""
 
 _LEAST_BYTES = 64 << 10
 
 _SIGN_S = 1.0
-"""So often whoever waits says that it is no stall."""
+"""How often a waiting writer reports that it has not stalled, in seconds."""
 
 
 class Pace:
-    """Safe from any thread: all writers together keep to ``bytes_per_s``. What was not used for a while is not made up for.
+    """The pace of all writers together, who keep to ``bytes_per_s``. Safe from any thread. Unused bandwidth is not made up for later.
 
-    While it is ``lifted`` nobody waits, whoever waits already neither.
+    While it is ``lifted`` no writer waits, not even one that was waiting already.
     """
 
     def __init__(self, bytes_per_s: int, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -39,16 +39,16 @@ class Pace:
 
     @property
     def piece_bytes(self) -> int:
-        """About as much as is to be written at a time; whole pages."""
+        """About how many bytes to write at a time; whole pages."""
         return max(_LEAST_BYTES, self.bytes_per_s // _PIECES_PER_S // PAGE * PAGE)
 
     @property
     def is_lifted(self) -> bool:
-        """Whether nobody waits."""
+        """Whether the limit is lifted, so that no writer waits."""
         return self._lifts > 0
 
     def wait(self, path: Path, size: int) -> None:
-        """Return when so many bytes may be written to a file, after what was allowed before."""
+        """Wait until ``size`` bytes may be written to a file, after what was allowed before."""
         if self.is_lifted:
             return
         with self._lock:
@@ -60,7 +60,7 @@ class Pace:
 
     @contextmanager
     def lifted(self) -> Iterator[None]:
-        """As fast as the disk takes it, until the end of the block; such blocks of several threads may overlap."""
+        """Lift the limit until the end of the block; such blocks of several threads may overlap."""
         self._lift(1)
         try:
             yield

@@ -4,11 +4,11 @@
     …         JSON: name -> dtype, shape, data_offsets; padded with spaces, so that the data starts at a page
     …         data: the chunks that this state adds, in the order of its stream, each from the start of a page
 
-A tensor whose bytes all lie together here is an entry under its path, pieces of others are ``path@start:end`` (bytes of the
-tensor), zeros that fill a page are ``__padding__.N``: the format allows no holes. Its readers know only row-major tensors: one
-that lies otherwise has the shape of its memory order, and one of a dtype that they do not know is bytes; ``layouts`` in the
-metadata says (as JSON) what such tensors are. Of several shards of a tensor each is an entry ``path#N``, and ``layouts`` says where
-in the whole it belongs.
+A tensor whose bytes are contiguous here is an entry under its path. Pieces of other tensors are ``path@start:end`` (bytes of the
+tensor), and zeros that fill a page are ``__padding__.N``, since the format allows no holes. Readers of the format know only row-major
+tensors. So a tensor with another layout has the shape of its memory order, and one of a dtype that they do not know is an entry of bytes;
+``layouts`` in the metadata says (as JSON) what such tensors are. If a tensor has several shards, each is an entry ``path#N``, and
+``layouts`` says where in the whole it belongs.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from datastates.system.regular import open_regular
 __all__ = ["MAX_HEADER", "PAGE", "PackLayout", "Place", "lay_out", "padded", "payload_bytes", "places_of"]
 
 PAGE = 4096
-"""What chunks in a pack are aligned to: direct I/O and memory maps ask for it."""
+"""The alignment of chunks in a pack, which direct I/O and memory maps require."""
 
 _FORMAT = "datastates-pack"
 _VERSION = "1"
@@ -51,11 +51,11 @@ _DTYPES = {
     "float8_e4m3fn": "F8_E4M3",
     "float8_e5m2": "F8_E5M2",
 }
-"""Those that safetensors' readers have known for years; one name that they do not know makes them refuse the whole file."""
+"""The dtypes that safetensors' readers have known for years; a single name that they do not know makes them refuse the whole file."""
 
 
 MAX_HEADER = 100 << 20
-"""The longest header that is read."""
+"""The size of the largest header that is read, in bytes."""
 
 
 class _Header(msgspec.Struct):
@@ -66,7 +66,7 @@ class _Header(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class PackLayout:
-    """A pack that is to be written: its header, the byte offset of each new chunk in the file, and its whole size."""
+    """The layout of a new pack: its header, the byte offset of each new chunk in the file, and its whole size."""
 
     header: bytes
     offsets: tuple[int, ...]
@@ -75,7 +75,7 @@ class PackLayout:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A shard's bytes in the stream, and whose they are."""
+    """A shard's bytes in the stream, and the tensor to which they belong."""
 
     start: int
     end: int
@@ -90,7 +90,7 @@ def padded(length: int) -> int:
 
 
 def lay_out(manifest: Manifest, new: Sequence[int]) -> PackLayout:
-    """The pack of a state that adds the chunks ``new``: rising indices into its stream, at least one."""
+    """The layout of the pack of a state that adds the chunks ``new``: rising indices into its stream, at least one."""
     body, layouts, data_bytes = _body(manifest.content, tuple(new))
     lengths = [manifest.content.chunks[index].length for index in new]
     metadata = {
@@ -114,7 +114,7 @@ def lay_out(manifest: Manifest, new: Sequence[int]) -> PackLayout:
 
 
 def payload_bytes(path: Path) -> int:
-    """The bytes of chunks in a pack, as its header says; 0 when that is damaged.
+    """The bytes of chunks in a pack, as its header says; 0 if the header is damaged.
 
     :raises FileNotFoundError: there is no such file.
     """
@@ -129,7 +129,7 @@ def payload_bytes(path: Path) -> int:
 
 @lru_cache(maxsize=16)
 def places_of(tensors: bytes) -> tuple[Place, ...]:
-    """Every shard of the encoded ``Content.tensors`` that has bytes, by its place in the stream."""
+    """Every shard of the encoded ``Content.tensors`` that has bytes, in the order of the stream."""
     places = []
     for spec in tensors_of(Content(msgspec.Raw(), msgspec.Raw(), msgspec.Raw(tensors), ())):
         for number, shard in enumerate(spec.shards):
@@ -146,7 +146,7 @@ def _body(content: Content, new: tuple[int, ...]) -> tuple[bytes, str, int]:
 
 @lru_cache(maxsize=16)
 def _entries(tensors: bytes, new: tuple[int, ...], lengths: tuple[int, ...]) -> tuple[bytes, str, int]:
-    """The header's entries as JSON without its braces, the layouts, and the bytes of data. The same at most captures."""
+    """The header's entries as JSON without its braces, the layouts, and the number of data bytes. These are the same at most captures."""
     table = _Table()
     places = places_of(tensors)
     position = 0
@@ -169,7 +169,7 @@ def _entries(tensors: bytes, new: tuple[int, ...], lengths: tuple[int, ...]) -> 
 
 
 def _runs(new: tuple[int, ...], lengths: tuple[int, ...]) -> Iterator[tuple[int, int]]:
-    """The stretches of the stream that lie together in the pack."""
+    """The stretches of the stream that are contiguous in the pack."""
     begin = end = -1
     for index, length in zip(new, lengths, strict=True):
         start = index * CHUNK_BYTES
@@ -192,7 +192,7 @@ class _Table:
         self._paddings = 0
 
     def fill(self, length: int) -> None:
-        """Bytes of no tensor."""
+        """Add bytes that belong to no tensor."""
         if length > 0:
             self._enter(f"__padding__.{self._paddings}", "U8", (length,), length)
             self._paddings += 1
@@ -220,7 +220,7 @@ class _Table:
 
 
 def _memory_shape(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of a dense tensor in the order of its memory; its own where that is row-major."""
+    """The shape of a dense tensor in the order of its memory, which for a row-major tensor is its own shape."""
     stored = tuple(size if stride or not size else 1 for size, stride in zip(shape, strides, strict=True))
     wide = [dim for dim, size in enumerate(stored) if size != 1]
     order = sorted(wide, key=lambda dim: -strides[dim])

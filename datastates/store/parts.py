@@ -1,4 +1,4 @@
-"""Reading a state of several parts as one: each chunk from the part that holds it."""
+"""Reads a state of several parts as one: each chunk comes from the part that holds it."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ __all__ = ["PartsReader", "open_parts", "refuse_parts"]
 
 
 def refuse_parts(state: State, what: str, *, instead: str = "load it here, and capture that") -> None:
-    """Raise if a state has several parts, of which ``what`` knows nothing; ``instead`` is what to do.
+    """Raise if a state has several parts, which ``what`` does not support; ``instead`` says what to do.
 
-    :raises Unsupported: it has.
+    :raises Unsupported: it has several.
     """
     if state.world_size > 1:
         raise Unsupported(f"state {state.uid} has {state.world_size} parts, and {what} takes states of one part: {instead}")
 
 
 def open_parts(openers: Sequence[Callable[[], Reader]], uid: str, *, rank: int = 0) -> Reader:
-    """The whole state, from what opens each of its parts, by rank; values are those of ``rank``.
+    """A reader of the whole state; ``openers`` opens each of its parts, by rank, and values are those of ``rank``.
 
     :raises NotFound: no part is there.
-    :raises Unavailable: some are there, and some are not; names those.
+    :raises Unavailable: some parts are there and others are missing; names these.
     :raises Corrupt: they are not the parts of one state.
     """
     missing, readers = [], []
@@ -50,7 +50,7 @@ def open_parts(openers: Sequence[Callable[[], Reader]], uid: str, *, rank: int =
 
 
 class PartsReader(Reader):
-    """Takes the readers of all parts, by rank, and closes them.
+    """A reader of the whole state. It takes the readers of all parts, by rank, and closes them.
 
     :raises Corrupt: they are not the parts of one state.
     """
@@ -68,19 +68,19 @@ class PartsReader(Reader):
         return part.chunk(index - start)
 
     def span(self, start: int, length: int) -> memoryview | None:
-        """As the part has it, if it holds all of it."""
+        """The part's own span, if one part holds the whole stretch."""
         touched = self.chunks_of(start, length)
         part, first = self._part_of(touched.start)
         return part.span(start - first * CHUNK_BYTES, length) if self._is_in_one(touched) else None
 
     def prepare(self, stretches: Sequence[tuple[int, int]]) -> None:
-        """Each part those that it holds all of."""
+        """Have each part prepare the stretches that it holds entirely."""
         for part, first in zip(self._parts, self._starts, strict=False):
             mine = [each for each in stretches if (touched := self.chunks_of(*each)) and self._holds(part, touched)]
             part.prepare([(start - first * CHUNK_BYTES, length) for start, length in mine])
 
     def loan(self, start: int, length: int) -> memoryview | None:
-        """As the part has it, if it holds all of it."""
+        """The part's own loan, if one part holds the whole stretch."""
         touched = self.chunks_of(start, length)
         part, first = self._part_of(touched.start)
         return part.loan(start - first * CHUNK_BYTES, length) if self._is_in_one(touched) else None
@@ -91,7 +91,7 @@ class PartsReader(Reader):
         return part.lying(index - start)
 
     def when_wanted(self, tell: Callable[[], None]) -> None:
-        """``tell`` is called when any of the parts wants its memory back."""
+        """Call ``tell`` when the memory of any part is wanted back."""
         for part in self._parts:
             part.when_wanted(tell)
 

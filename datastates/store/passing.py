@@ -1,7 +1,7 @@
-"""A state that several ranks read at once: a chunk that more than one wants is read once, and passed on to the others.
+"""Lets several ranks read one state at once: a chunk that more than one wants is read once, and passed on to the others.
 
-All of it is collective, on the training threads: every rank opens what it reaches, says so, and says which chunks it wants. Each works out
-alike who reads what for whom. Whoever uses a chunk has checked it.
+Everything is collective, on the training threads: every rank opens what it reaches, and tells the others what that is and which chunks it
+wants. Each rank computes in the same way which rank reads what for which others. Each rank that uses a chunk has checked it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = ["Passage", "SharedReader", "SupportsAhead", "open_shared", "passages"
 
 @dataclass(frozen=True, slots=True)
 class Passage:
-    """A chunk on its way from the rank that reads it to others that want it."""
+    """A chunk on its way from the rank that reads it to the others that want it."""
 
     chunk: int
     root: int
@@ -38,11 +38,11 @@ class Passage:
 
 
 def passages(wants: Sequence[Sequence[int]], places: Sequence[Sequence[int]], starts: Sequence[int]) -> list[Passage]:
-    """Who reads what for whom, for every chunk that a rank wants and does not read by itself alone.
+    """Which rank reads which chunk for which others, for every chunk that is passed on.
 
-    ``wants``: by rank, the chunks; ``places``: by rank and part, how far away the part is, 255 where the rank does not reach it;
-    ``starts``: the first chunk of each part, and the end. Of those that want a chunk the nearest to it reads it, and of several the one
-    that has read least; only if none of them reaches it, another does.
+    ``wants`` has the chunks by rank. ``places`` says by rank and part how far away the part is, with 255 if the rank does not reach it.
+    ``starts`` has the first chunk of each part, and the end. Of the ranks that want a chunk, the nearest to it reads it; of several equally
+    near ones, the one that has read least. Only if none of them reaches it does another rank read it.
     """
     wanting: dict[int, list[int]] = {}
     for rank, chunks in enumerate(wants):
@@ -66,14 +66,14 @@ def passages(wants: Sequence[Sequence[int]], places: Sequence[Sequence[int]], st
 
 @runtime_checkable
 class SupportsAhead(Protocol):
-    """A reader whose chunks come from afar."""
+    """A reader that fetches its chunks from elsewhere."""
 
     def ahead(self, chunks: Sequence[int]) -> None:
-        """These are going to be read, in this order: begin to bring them; never waits."""
+        """Begin to fetch these chunks, which will be read in this order; never waits."""
 
 
 class SharedReader(PartsReader):
-    """All parts of a state, of which this rank reaches some: what others pass on to it lies in its memory."""
+    """A reader of all parts of a state, of which this rank reaches some; chunks that others pass on to it lie in its memory."""
 
     def __init__(self, meeting: Meeting, parts: Sequence[Reader], places: Sequence[bytes], *, rank: int) -> None:
         super().__init__(parts, rank=rank)
@@ -82,15 +82,15 @@ class SharedReader(PartsReader):
         self._passed: Stage | None = None
 
     def ahead(self, chunks: Sequence[int]) -> None:
-        """Tell each part that can use it which of its chunks this rank is going to read."""
+        """Tell each part that supports it which of its chunks this rank is going to read."""
         for part, first, end in zip(self._parts, self._first, self._first[1:], strict=False):
             if isinstance(part, SupportsAhead):
                 part.ahead([chunk - first for chunk in chunks if first <= chunk < end])
 
     def fetch(self, chunks: Sequence[int]) -> None:
-        """Have these chunks at hand; collective, each rank with its own.
+        """Make these chunks available here; collective, and each rank gives its own.
 
-        :raises Corrupt: one that was read, or passed on, fails its digest here; or on another rank.
+        :raises Corrupt: a chunk that was read, or passed on, fails its digest, here or on another rank.
         """
         marks = np.zeros(self._first[-1], np.uint8)
         marks[list(chunks)] = 1
@@ -103,7 +103,7 @@ class SharedReader(PartsReader):
         given = {each.chunk for each in planned if rank in each.to}
         self.ahead([*sorted(each.chunk for each in planned if each.root == rank), *sorted(set(wants[rank]) - given)])
         shared = {each.chunk for each in planned}.intersection(wants[rank])
-        if shared:  # what follows each other in the stream does so there: tensors over several chunks are views
+        if shared:  # chunks that follow each other in the stream do so there, so tensors over several chunks are views
             self._passed = Stage(sorted(shared), self.manifest.content.chunks[max(shared)].length)
         for passage in planned:
             if passage.root == rank:
@@ -120,31 +120,31 @@ class SharedReader(PartsReader):
             )
 
     def chunk(self, index: int) -> memoryview:
-        """As it was passed on, or from its part."""
+        """One chunk, as it was passed on, or from its part."""
         passed = self._view(index * CHUNK_BYTES, self.manifest.content.chunks[index].length)
         return super().chunk(index) if passed is None else passed.toreadonly()
 
     def span(self, start: int, length: int) -> memoryview | None:
-        """As the part has it, if nothing of it was passed on."""
+        """The part's own span, if nothing of the stretch was passed on."""
         return None if self._is_passed(start, length) else super().span(start, length)
 
     def loan(self, start: int, length: int) -> memoryview | None:
-        """As the part has it, or as it was passed on."""
+        """The part's own loan, or a view of what was passed on."""
         return self._view(start, length) if self._is_passed(start, length) else super().loan(start, length)
 
     def prepare(self, stretches: Sequence[tuple[int, int]]) -> None:
-        """Each part those that it holds all of, and nothing of which was passed on."""
+        """Have each part prepare the stretches that it holds entirely, and of which nothing was passed on."""
         super().prepare([each for each in stretches if not self._is_passed(*each)])
 
     def _is_passed(self, start: int, length: int) -> bool:
         return self._passed is not None and any(map(self._passed.holds, self.chunks_of(start, length)))
 
     def _view(self, start: int, length: int) -> memoryview | None:
-        """Bytes of chunks all of which were passed on."""
+        """A view of the stretch, if all of its chunks were passed on."""
         return None if self._passed is None else self._passed.view(self.chunks_of(start, length), start % CHUNK_BYTES, length)
 
     def _give(self, passage: Passage, error: Exception | None) -> Exception | None:
-        """Read a chunk and pass it on. What fails is returned: the others wait for what comes, until they are told."""
+        """Read a chunk and pass it on. An error is returned, not raised, since the others wait until they are told."""
         length = self.manifest.content.chunks[passage.chunk].length
         data: memoryview | None = None
         if error is None:
@@ -156,7 +156,7 @@ class SharedReader(PartsReader):
         return error
 
     def _read(self, index: int, length: int) -> memoryview:
-        """A chunk from its part: to where it stays, if this rank wants it, too."""
+        """A chunk from its part; if this rank wants it too, it is read to where it stays."""
         if self._passed is None or not self._passed.holds(index):
             return super().chunk(index)
         room = self._passed.room(index, length)
@@ -165,7 +165,7 @@ class SharedReader(PartsReader):
         return room
 
     def _take(self, passage: Passage) -> bool:
-        """Receive a chunk; whether it is what it should be."""
+        """Receive a chunk; returns whether it matches its digest."""
         chunk = self.manifest.content.chunks[passage.chunk]
         assert self._passed is not None
         room = self._passed.room(passage.chunk, chunk.length)
@@ -177,30 +177,30 @@ class SharedReader(PartsReader):
 
 
 class _Elsewhere(Reader):
-    """A part that another rank reaches."""
+    """A reader in place of a part that only other ranks reach."""
 
     def __init__(self, manifest: Manifest) -> None:
         self.manifest = manifest
 
     def chunk(self, index: int) -> memoryview:
-        """It was not asked for."""
+        """Raise: the chunk was not asked for."""
         origin = self.manifest.origin
         raise Unavailable(f"chunk {index} of rank {origin.rank} of state {origin.uid} is not here, and was not passed on")
 
     def span(self, start: int, length: int) -> memoryview | None:
-        """Nothing is here."""
+        """None: nothing is here."""
         return None
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: nothing is held."""
 
 
 def open_shared(meeting: Meeting, uid: str, size: int, open_part: Callable[[int], tuple[Reader, int]], *, rank: int) -> SharedReader:
-    """A state of ``size`` parts, of which each rank opens what it reaches; collective. Values are those of ``rank``.
+    """A reader of a state of ``size`` parts, of which each rank opens what it reaches; collective. Values are those of ``rank``.
 
-    ``open_part`` gives a part, and how far away it is: 0 is this process's memory.
+    ``open_part`` returns a part, and how far away it is: 0 is this process's memory.
 
-    :raises Unavailable: nobody reaches a part.
+    :raises Unavailable: no rank reaches a part.
     :raises Corrupt: a manifest is damaged; or they are not the parts of one state.
     """
     with ExitStack() as stack:

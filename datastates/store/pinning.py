@@ -1,4 +1,4 @@
-"""Memory registered with a device, so that copies from and to it are asynchronous; and let go before it is unmapped."""
+"""Registers memory with a device, so that copies from and to it are asynchronous, and unregisters it before it is unmapped."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class Registrar(Protocol):
         """
 
     def unregister(self, address: int) -> None:
-        """Undo it, by the address at which the stretch begins. Never raises."""
+        """Unpin the stretch that begins at this address. Never raises."""
 
 
 class DeviceRegistrar:
-    """Registers with the driver, in the context of a device that is in use: no other device gets a context."""
+    """Registers memory with the driver, in the context of a device that is in use, so that no other device gets a context."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._devices = device, devices()
@@ -42,19 +42,19 @@ class DeviceRegistrar:
         """Pin a stretch, for all devices."""
         try:
             self._devices.register(self._device, address, length)
-        except RuntimeError as exc:  # torch's own CudaError among them
+        except RuntimeError as exc:  # including torch's own CudaError
             raise Unavailable(f"{length} bytes of memory cannot be registered with {self._device} ({exc})") from exc
 
     def unregister(self, address: int) -> None:
-        """Undo it. It fails only where the driver is going down, and has let go of everything by itself."""
+        """Unpin a stretch. This fails only when the driver is shutting down, and has released everything by itself."""
         with suppress(RuntimeError):
             self._devices.unregister(self._device, address)
 
 
 class Pinned:
-    """The stretches of one mapping that are registered. ``owner`` is what keeps them mapped: it is held until all are let go.
+    """The registered stretches of one mapping. ``owner`` keeps them mapped: it is held until all are unregistered.
 
-    Once a registration is refused no more are tried, and copies use pageable memory: slower, and as right.
+    Once a registration is refused, no more are tried, and copies use pageable memory, which is slower but just as correct.
     """
 
     def __init__(self, registrar: Registrar, owner: object) -> None:
@@ -65,7 +65,7 @@ class Pinned:
         self._lock = threading.Lock()
 
     def add(self, address: int, length: int) -> None:
-        """Register the stretch that follows all others; nothing once one was refused."""
+        """Register the stretch that follows all others; does nothing once one was refused."""
         with self._lock:
             if self._is_refused or self._owner is None:
                 return
@@ -84,7 +84,7 @@ class Pinned:
             return bisect_right(self._edges, first) == bisect_right(self._edges, last)
 
     def let_go(self) -> None:
-        """Unregister all, then let go of the owner; idempotent."""
+        """Unregister all, then release the owner; idempotent."""
         with self._lock:
             starts, self._starts = self._starts, []
             for start in starts:
@@ -92,5 +92,5 @@ class Pinned:
             self._owner = None
 
     def leave_to_parent(self) -> None:
-        """Start anew in a forked child: nothing is registered here, and a thread that held the lock is not here either."""
+        """Start afresh in a forked child, where nothing is registered, and where a thread that held the lock does not exist."""
         self._lock, self._starts, self._owner = threading.Lock(), [], None

@@ -1,4 +1,4 @@
-"""Deciding, before any file is touched, what a put writes and to what it refers."""
+"""Decides, before any file is touched, which chunks a put writes and to which it refers."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from .pack import PackLayout, lay_out
 __all__ = ["Places", "PutPlan", "own_bytes", "places_of", "plan_put"]
 
 Places = Mapping[tuple[bytes, int], tuple[PackInfo, int]]
-"""The pack and the offset at which chunks lie, by their digest and length."""
+"""The pack and the offset of each chunk, by its digest and length."""
 
 
 @dataclass(frozen=True, slots=True)
 class PutPlan:
-    """A put of the chunks ``new`` into the pack ``name``; ``layout`` is None when nothing is new and there is no pack.
+    """A put of the chunks ``new`` into the pack ``name``; ``layout`` is None if nothing is new, so that there is no pack.
 
-    ``manifest`` is the one to write, with the place of every chunk; ``borrowed`` are the older packs that it refers to.
+    ``manifest`` is the one to write, with the place of every chunk; ``borrowed`` are the older packs to which it refers.
     """
 
     manifest: Manifest
@@ -35,7 +35,7 @@ class PutPlan:
 
 
 def plan_put(manifest: Manifest, places: Places, name: str) -> PutPlan:
-    """Refer to chunks that have one of ``places``, and to those that came earlier in this state; the others are new."""
+    """The plan of a put. It refers to chunks that have one of ``places``, and to those that came earlier in this state; others are new."""
     known = dict(places)
     chunks = manifest.content.chunks
     first: dict[tuple[bytes, int], int] = {}
@@ -66,7 +66,7 @@ def own_bytes(placed: Manifest) -> int:
 
 
 def places_of(base: Manifest | None) -> Places:
-    """The places of a manifest's chunks; nowhere for one that no folder placed."""
+    """The places of a manifest's chunks; empty for a manifest that no folder placed."""
     if base is None:
         return {}
     placed = zip(base.content.chunks, base.refs, strict=False)

@@ -1,6 +1,6 @@
-"""From a tier straight to where bytes belong: chunks are checked first, each while it is in the processor's cache, and then put.
+"""Copies bytes from a tier straight to where they belong: each chunk is checked while it is in the processor's cache, and then copied.
 
-What is read into memory that was never touched costs more for the touching than for the reading. Here no such memory is taken.
+Reading into memory that was never touched costs more for the touching than for the reading. No such memory is used here.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from datastates.content.manifest import CHUNK_BYTES
 __all__ = ["STRIDE_BYTES", "Leg", "Piece", "Room", "SupportsPouring", "copy", "cut", "legs", "on_threads"]
 
 STRIDE_BYTES = CHUNK_BYTES
-"""So much is read, digested and copied at a time, at most. With less, threads wait for the interpreter more often than the cache gains."""
+"""The most bytes read, digested and copied at a time. With less, threads lose more by waiting for the interpreter than the cache gains."""
 
 _DIRECT_BYTES = 64 << 10
 """From this size on a piece is worth a read of its own."""
 
 _RUN = 4
-"""So many chunks, 16 MiB at most, are one thread's at a time."""
+"""The number of chunks, 16 MiB at most, that one thread takes at a time."""
 
 _MOST_THREADS = 4
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Piece:
-    """Bytes of a chunk from ``offset`` on, and the memory of the same length that they belong into."""
+    """Bytes of a chunk from ``offset`` on, and the memory of the same length into which they belong."""
 
     offset: int
     memory: memoryview
@@ -40,7 +40,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Leg:
-    """Bytes of a chunk that are read at once: straight into ``memory``; None: into a room, from where ``pieces`` are copied."""
+    """Bytes of a chunk that are read at once, straight into ``memory``; if that is None, into a room, from which ``pieces`` are copied."""
 
     offset: int
     length: int
@@ -50,30 +50,30 @@ class Leg:
 
 @runtime_checkable
 class SupportsPouring(Protocol):
-    """A reader whose chunks several threads may ask for at once."""
+    """A reader from which several threads may read chunks at once."""
 
     def check(self, indices: Sequence[int]) -> None:
-        """Check these chunks, those that are not checked yet, and keep nothing of them.
+        """Check those of these chunks that are not checked yet, and keep nothing of them.
 
-        :raises Corrupt: one fails its digest.
+        :raises Corrupt: a chunk fails its digest.
         """
 
     def pour(self, pieces: Mapping[int, Sequence[Piece]]) -> None:
-        """Put pieces, by chunk, where they belong. What may have changed since it was checked is checked again on the way.
+        """Copy pieces, given by chunk, to where they belong. Bytes that may have changed since they were checked are checked again.
 
-        :raises Corrupt: a chunk fails its digest now; its bytes, and others, are where they belong already.
+        :raises Corrupt: a chunk fails its digest now; its bytes, and others, have already been copied to where they belong.
         """
 
 
 class Room(threading.local):
-    """Memory of each thread, to be used again and again."""
+    """Memory for each thread, used again and again."""
 
     def __init__(self) -> None:
         self.memory = memoryview(np.empty(STRIDE_BYTES, np.uint8).data)
 
 
 def cut(stretches: Iterable[tuple[int, memoryview]]) -> dict[int, list[Piece]]:
-    """Pieces by chunk, in the order of both, of stretches of a stream that do not overlap: where each starts, and the memory for it."""
+    """The pieces of these stretches, by chunk, in the order of the stream. A stretch is its start and the memory for it; none overlap."""
     found: dict[int, list[Piece]] = {}
     for start, memory in sorted(stretches, key=lambda stretch: stretch[0]):
         done = 0
@@ -86,7 +86,8 @@ def cut(stretches: Iterable[tuple[int, memoryview]]) -> dict[int, list[Piece]]:
 
 
 def legs(pieces: Sequence[Piece], length: int, *, is_whole: bool = True) -> Iterator[Leg]:
-    """A chunk of so many bytes: large pieces as they are, what lies between them together. Unless ``is_whole``, no more than they take."""
+    """The legs that read a chunk of ``length`` bytes: large pieces by themselves, and everything between them together. Unless
+    ``is_whole``, they read no more than the pieces need."""
     if not is_whole:
         yield from (leg for leg in map(_trimmed, legs(pieces, length)) if leg.length)
         return
@@ -106,12 +107,12 @@ def legs(pieces: Sequence[Piece], length: int, *, is_whole: bool = True) -> Iter
 
 
 def copy(into: memoryview, data: memoryview) -> None:
-    """``into[:] = data`` of bytes, beside other threads."""
+    """``into[:] = data`` for bytes, while other threads run."""
     np.copyto(np.frombuffer(into, np.uint8), np.frombuffer(data, np.uint8))
 
 
 def on_threads(indices: Sequence[int], work: Callable[[int], None], *, between: Callable[[], None] = lambda: None) -> None:
-    """Call ``work`` with each of these, on a few threads; what it raises first, by index, is raised here.
+    """Call ``work`` with each of these, on a few threads; of the errors that it raises, that of the first index is raised here.
 
     ``between`` is called now and then, on this thread. Every thread has ended when this returns.
     """
@@ -144,7 +145,7 @@ def _trimmed(leg: Leg) -> Leg:
 
 
 def _through_room(begin: int, end: int, pieces: Sequence[Piece]) -> Iterator[Leg]:
-    """Strides from ``begin`` to ``end``, each with the pieces, or parts of pieces, that lie in it."""
+    """Legs through the room from ``begin`` to ``end``, each with the pieces, or parts of pieces, that lie in it."""
     left = list(pieces)
     for at in range(begin, end, STRIDE_BYTES):
         stop, inside = min(at + STRIDE_BYTES, end), []

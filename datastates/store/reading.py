@@ -1,4 +1,4 @@
-"""From a tier's bytes back to a tree of tensors."""
+"""Turns a tier's bytes back into a tree of tensors."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ __all__ = ["of_state", "over", "read_flat", "read_tree", "sketch_tree", "specs_o
 
 
 def of_state(reader: Reader, state: State) -> Reader:
-    """The reader, if what it reads is what the lineage says of the state; else it is closed.
+    """The reader, if it reads what the lineage says of the state; otherwise it is closed.
 
-    :raises Corrupt: it is not.
+    :raises Corrupt: it reads another state.
     """
     found = reader.manifest.digest
     if found == state.digest:
@@ -55,14 +55,14 @@ def read_tree(
 ) -> Any:
     """The state's tree, every byte of it checked against its digest.
 
-    Tensors that are not wanted are left out as ``None``. With ``is_borrowing`` tensors may lie in the tier's own memory: they
-    are only to be read, and only until the reader is closed. Without, they are the caller's: private, writable and lasting.
-    ``on_progress`` gets the bytes of each tensor once it is read. ``given`` stand, by index, for tensors that are not read. ``specs`` are
-    ``specs_of(reader)``, if they are there.
+    Tensors that are not wanted are ``None``. With ``is_borrowing`` tensors may lie in the tier's own memory: the caller may only read
+    them, and only until the reader is closed. Without it they belong to the caller: private, writable and lasting.
+    ``on_progress`` gets the number of bytes of each tensor once it is read. ``given`` has, by index, tensors to use instead of reading
+    them. ``specs`` are ``specs_of(reader)``, if the caller has them.
 
     :raises Corrupt: a chunk fails its digest.
     """
-    with torch.inference_mode(False):  # what is read is to be trained on
+    with torch.inference_mode(False):  # training must be able to use the tensors
         return _read_tree(reader, wants, is_borrowing, device, on_progress, given or {}, specs or specs_of(reader))
 
 
@@ -97,13 +97,14 @@ def _read_tree(
 
 
 def _stretches(specs: Sequence[TensorSpec], wants: Callable[[str], bool], given: Mapping[int, torch.Tensor]) -> list[tuple[int, int]]:
-    """Where the tensors that are wanted, and not given, lie in the stream, each once."""
+    """The stretches of the stream with the tensors that are wanted and not given, each once."""
     sources = dict.fromkeys(index if spec.alias is None else spec.alias for index, spec in enumerate(specs) if wants(spec.path))
     return [(shard.start, shard.length) for index in sources if index not in given for shard in specs[index].shards if shard.length]
 
 
 def sketch_tree(reader: Reader, specs: Sequence[TensorSpec], *, wants: Callable[[str], bool]) -> tuple[Any, list[torch.Tensor | None]]:
-    """The tree over memory that nobody has touched, in place of the state's, and its tensors by index: what they are, and no values."""
+    """A tree of tensors with the state's shapes and types but without its values, in memory that is never touched; and its tensors by
+    index."""
     content = reader.manifest.content
     sources = dict.fromkeys(index if spec.alias is None else spec.alias for index, spec in enumerate(specs) if wants(spec.path))
     sizes = {index: stored_bytes(dtype_of(specs[index].dtype), specs[index].shape, specs[index].strides) for index in sources}
@@ -118,21 +119,21 @@ def sketch_tree(reader: Reader, specs: Sequence[TensorSpec], *, wants: Callable[
 
 
 def read_flat(reader: Reader, spec: TensorSpec) -> torch.Tensor:
-    """The stored bytes of a tensor that is not tied to an earlier one, checked: to be read only, until the reader is closed.
+    """The stored bytes of a tensor that is not tied to an earlier one, checked. The caller may only read them, until the reader is closed.
 
-    A tensor of several shards is put together in memory of its own.
+    A tensor of several shards is put together in separate memory.
     """
     return assemble(spec, lambda shard: _flat(reader, shard.start, shard.length, is_borrowing=True))
 
 
 def _read(reader: Reader, spec: TensorSpec, is_borrowing: bool, device: torch.device | str | None) -> torch.Tensor:
-    is_lent = is_borrowing or not is_whole(spec)  # several shards are copied together
+    is_lent = is_borrowing or not is_whole(spec)  # several shards are copied together anyway
     tensor = rebuild(assemble(spec, lambda shard: _flat(reader, shard.start, shard.length, is_lent)), spec)
     return tensor if device is None else tensor.to(device)
 
 
 def _flat(reader: Reader, start: int, length: int, is_borrowing: bool) -> torch.Tensor:
-    """The bytes of a tensor: where they lie if that is allowed, else gathered from their chunks."""
+    """The bytes of a tensor: in place if that is allowed, else gathered from their chunks."""
     if length == 0:
         return torch.empty(0, dtype=torch.uint8, device="cpu")
     view = reader.loan(start, length) if is_borrowing else reader.span(start, length)
@@ -144,7 +145,7 @@ def _flat(reader: Reader, start: int, length: int, is_borrowing: bool) -> torch.
 
 
 def over(view: memoryview) -> torch.Tensor:
-    """The bytes of ``view`` as a tensor over its memory; where that is read-only, which torch has no word for, nobody may write."""
+    """The bytes of ``view`` as a tensor over its memory. If that is read-only, which torch cannot express, callers must not write."""
     if not view.readonly:
         return torch.frombuffer(view, dtype=torch.uint8)
     address = np.frombuffer(view, dtype=np.uint8).ctypes.data

@@ -1,4 +1,4 @@
-"""Which packs the manifests of a folder need, kept up to date by looking only at manifests that are new or changed."""
+"""Keeps track of the packs that the manifests of a folder need, by reading only manifests that are new or changed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _Stamp = tuple[int, int, int]
 class References:
     """The packs that each manifest of a folder needs. Safe from any thread.
 
-    What is to be removed is decided under the folder's exclusive lock, so that nothing comes meanwhile; to look needs no lock.
+    Decide what to remove under the folder's exclusive lock, so that nothing is added meanwhile; looking needs no lock.
     """
 
     def __init__(self, root: Path) -> None:
@@ -35,12 +35,13 @@ class References:
         self._turn = Mutex()
 
     def needed(self) -> frozenset[str] | None:
-        """The packs that any manifest needs. None when one cannot be read: it may need any pack, so none is to be removed."""
+        """The packs that any manifest needs. None if one cannot be read: it may need any pack, so none may be removed."""
         each = [packs for _, packs in self._refreshed().values()]
         return None if None in each else frozenset(pack.name for packs in each for pack in packs or ())
 
     def freed(self, names: Collection[str]) -> tuple[list[str], frozenset[str]]:
-        """Those of these manifests that are here, and the packs that nobody needs once they are gone; none while one cannot be read."""
+        """Those of these manifests that are here, and the packs that no manifest needs once they are gone; no packs while one cannot be
+        read."""
         known = self._refreshed()
         here = [name for name in names if name in known]
         gone = set(here)
@@ -51,19 +52,20 @@ class References:
         return here, frozenset(pack.name for name in here for pack in known[name][1] or ()) - needed
 
     def of_each(self) -> dict[str, frozenset[str] | None]:
-        """The packs that each manifest needs, by its name; None where it cannot be read."""
+        """The packs that each manifest needs, by its name; None if it cannot be read."""
         known = self._refreshed()
         return {name: None if packs is None else frozenset(pack.name for pack in packs) for name, (_, packs) in known.items()}
 
     def files(self) -> dict[str, tuple[tuple[str, int], ...]]:
-        """The files that each manifest stands for, by its name: itself and the packs that it needs, each with its size."""
+        """The files that belong to each manifest, by its name: itself and the packs that it needs, each with its size."""
         return {
             name: ((name, stamp[2]), *((pack.name, pack.size) for pack in packs or ()))
             for name, (stamp, packs) in self._refreshed().items()
         }
 
     def _refreshed(self) -> dict[str, tuple[_Stamp, tuple[PackInfo, ...] | None]]:
-        """A uid may have come back with other packs, so a name alone does not say that a manifest is the one that was read."""
+        """What is known of each manifest, read again if its stamp has changed: a uid may have come back with other packs, so a name alone
+        does not identify a manifest."""
         with self._turn:
             found: dict[str, tuple[_Stamp, tuple[PackInfo, ...] | None]] = {}
             with os.scandir(self._root) as entries:

@@ -1,8 +1,8 @@
-"""Boxes of tensors out of their shards, however these are cut: only the chunks that a box lies in are read, each of them once.
+"""Reads boxes of tensors from their shards, however these are cut. Only the chunks in which a box lies are read, each of them once.
 
-A shard lies in the stream like a small tensor of its own, and a chunk holds a stretch of it. Such a stretch is a few boxes (the rest of a
-row, whole rows, the beginning of another), each of which is cut with the box that is wanted. So what is copied is found without a look at
-any element, and a chunk of which nothing is wanted is not read.
+A shard lies in the stream like a small tensor, and a chunk holds a stretch of it. Such a stretch is a few boxes (the rest of a
+row, whole rows, the beginning of another), each of which is intersected with the wanted box. So the bytes to copy are found without looking
+at single elements, and a chunk of which nothing is wanted is not read.
 """
 
 from __future__ import annotations
@@ -27,39 +27,39 @@ from .tier import Reader
 __all__ = ["Region", "chunks_of", "read_regions", "whole"]
 
 _WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
-"""What elements are copied as, by their size: bit by bit, whatever they mean."""
+"""The dtype as which elements are copied bit by bit, by their size, whatever they mean."""
 
 Point = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """A box of a tensor: ``shape`` elements from ``offset`` on. The tensor is not tied to an earlier one: then that one is meant."""
+    """A box of a tensor: ``shape`` elements from ``offset`` on. The tensor must not be tied to an earlier one: use that one instead."""
 
     spec: TensorSpec
     offset: Point
     shape: Point
 
     def as_tensor(self) -> TensorSpec:
-        """The box as a tensor by itself, whose dimensions are in the order of the whole one's strides."""
+        """The box as a separate tensor, whose dimensions are in the order of the whole tensor's strides."""
         return msgspec.structs.replace(self.spec, shape=self.shape, strides=dense_strides(self.shape, self.spec.strides))
 
 
 def whole(spec: TensorSpec) -> Region:
-    """All of a tensor."""
+    """The region that is a whole tensor."""
     return Region(spec, (0,) * len(spec.shape), spec.shape)
 
 
 def chunks_of(regions: Iterable[Region]) -> list[int]:
-    """The chunks of which ``read_regions`` reads something, rising."""
+    """The chunks from which ``read_regions`` reads something, in rising order."""
     return sorted({index for region in regions for piece in _pieces(region) for index, _ in piece.by_chunk()})
 
 
 def read_regions(reader: Reader, regions: Sequence[Region], *, is_borrowing: bool = False) -> list[torch.Tensor]:
     """Each box as a tensor, in the order of the whole tensor's strides; every byte is checked.
 
-    With ``is_borrowing`` tensors may lie in the tier's own memory: they are only to be read, and only until the reader is closed.
-    Without, they are the caller's.
+    With ``is_borrowing`` tensors may lie in the tier's own memory: the caller may only read them, and only until the reader is closed.
+    Without it they belong to the caller.
 
     :raises Corrupt: a chunk fails its digest.
     """
@@ -98,9 +98,9 @@ class _Cut:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """What a region and a shard have in common: from ``begin`` to ``end`` of a shard of size ``sizes``, and where that is in the region.
+    """The intersection of a region and a shard: from ``begin`` to ``end`` of a shard of size ``sizes``, and where that is in the region.
 
-    Dimensions are in the order of memory, the innermost last; those that are stored once have one element.
+    Dimensions are in the order of memory, the innermost last; dimensions that are stored only once have one element.
     """
 
     start: int
@@ -111,11 +111,11 @@ class _Piece:
     target: Point
 
     def extent(self) -> tuple[int, int]:
-        """Its first element in the shard, and the one after its last."""
+        """The number of its first element in the shard, and of the one after its last."""
         return _flat(self.begin, self.sizes), _flat(tuple(each - 1 for each in self.end), self.sizes) + 1
 
     def by_chunk(self) -> Iterator[tuple[int, list[_Cut]]]:
-        """Each chunk of which something is needed, and what."""
+        """Each chunk from which something is needed, and the cuts needed."""
         first, last = self.extent()
         for index in range((self.start + first * self.item) // CHUNK_BYTES, -(-(self.start + last * self.item) // CHUNK_BYTES)):
             low = max(first, (index * CHUNK_BYTES - self.start) // self.item)
@@ -133,14 +133,14 @@ class _Piece:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Copy:
-    """What one chunk gives to a region."""
+    """The bytes that one chunk gives to a region."""
 
     piece: _Piece
     cuts: Sequence[_Cut]
     into: np.ndarray[Any, Any]
 
     def put(self, chunk: np.ndarray[Any, Any], index: int) -> None:
-        """Copy it, out of the bytes of the chunk."""
+        """Copy them from the bytes of the chunk."""
         item, start = self.piece.item, self.piece.start - index * CHUNK_BYTES
         strides = [item * math.prod(self.piece.sizes[dim + 1 :]) for dim in range(len(self.piece.sizes))]
         for cut in self.cuts:
@@ -168,7 +168,7 @@ def _piece(region: Region, shard: Shard, low: Point, high: Point) -> _Piece:
     begin = tuple(low[dim] - shard.offset[dim] for dim in kept)
     end = tuple(high[dim] - shard.offset[dim] for dim in kept)
     target = tuple(low[dim] - region.offset[dim] for dim in kept)
-    if shard.start % item:  # an element may lie in two chunks: its bytes are a dimension of their own
+    if shard.start % item:  # an element may lie in two chunks, so its bytes become a separate dimension
         return _Piece(shard.start, 1, (*sizes, item), (*begin, 0), (*end, item), (*target, 0))
     return _Piece(shard.start, item, sizes, begin, end, target)
 
@@ -178,12 +178,12 @@ def _sides(box: Region | Shard) -> Iterator[tuple[int, int]]:
 
 
 def _order(spec: TensorSpec) -> list[int]:
-    """The dimensions in the order of memory, without those that are stored once."""
+    """The dimensions in the order of memory, without those that are stored only once."""
     return [dim for dim in sorted(range(len(spec.shape)), key=lambda dim: (-spec.strides[dim], dim)) if spec.strides[dim]]
 
 
 def _stretch(region: Region, pieces: Sequence[_Piece]) -> tuple[int, int] | None:
-    """Where the region lies in the stream, if that is one stretch: start and length."""
+    """The start and length of the region in the stream, if it is one stretch there; else None."""
     if len(pieces) != 1:
         return None
     (piece,) = pieces
@@ -197,14 +197,14 @@ def _bytes_of(region: Region) -> int:
 
 
 def _ordered(region: Region, flat: torch.Tensor, item: int) -> np.ndarray[Any, Any]:
-    """The elements of the region, in the order of its memory; bytes, if they are copied so."""
+    """The elements of the region, in the order of its memory; as bytes, if they are copied as bytes."""
     sizes = tuple(region.shape[dim] for dim in _order(region.spec))
     is_by_byte = item < dtype_of(region.spec.dtype).itemsize
     return flat.numpy().view(_WORDS[item]).reshape((*sizes, -1) if is_by_byte else sizes)
 
 
 def _flat(point: Point, sizes: Point) -> int:
-    """The number of an element in the order of memory."""
+    """The number of an element, counted in the order of memory."""
     number = 0
     for at, size in zip(point, sizes, strict=True):
         number = number * size + at
@@ -212,7 +212,7 @@ def _flat(point: Point, sizes: Point) -> int:
 
 
 def _boxes(low: int, high: int, sizes: Point) -> Iterator[tuple[Point, Point]]:
-    """The elements from number ``low`` up to ``high``, as a few boxes: their first points, and their ends."""
+    """The elements from number ``low`` up to ``high``, as a few boxes, each given by its first point and its end."""
     if low >= high:
         return
     if not sizes:
@@ -230,6 +230,6 @@ def _boxes(low: int, high: int, sizes: Point) -> Iterator[tuple[Point, Point]]:
 
 
 def _within(number: int, low: int, high: int, sizes: Point) -> Iterator[tuple[Point, Point]]:
-    """The same within one row."""
+    """The same for elements within one row."""
     for begin, end in _boxes(low, high, sizes[1:]):
         yield (number, *begin), (number + 1, *end)

@@ -1,15 +1,16 @@
-"""Packs of which few bytes are still needed: those move into new packs, then the old one goes. Damaged chunks are replaced in the same way.
+"""Rewrites packs of which few bytes are still needed: these move into new packs, then the old pack is deleted. Damaged chunks are replaced
+in the same way.
 
-Each state that needs the old pack gets a manifest that names the new place of those chunks, in this order, and ``on_step`` is called after
-each step:
+Each state that needs the old pack gets a manifest that names the new places of those chunks. The steps are these, and ``on_step`` is
+called after each:
 
     pack-moved          the chunks, in a pack of the first state that needs them, under a temporary name, fsynced
-    pack-renamed        and the folder fsynced: nobody needs it yet
+    pack-renamed        and the folder fsynced: no manifest needs it yet
     manifest-replaced   the state's manifest, by one rename; its digest covers no places, so it is what it was
-    pack-removed        the old pack, once no manifest needs it: perhaps of a state that came meanwhile
+    pack-removed        the old pack, once no manifest needs it; one of a state that came meanwhile may
 
-Wherever that ends, each state has its bytes, and the next collection goes on. Readers have the old pack open, and keep it. States that are
-dropped meanwhile take along what was moved for them alone: the next state then moves it anew.
+Wherever this is interrupted, each state has its bytes, and the next collection goes on. Readers have the old pack open, and keep it. If a
+state is dropped meanwhile, what was moved for it goes with it, and the next state that needs it moves it again.
 """
 
 from __future__ import annotations
@@ -41,12 +42,12 @@ Place = tuple[str, int]
 """A pack, and the offset of a chunk in it."""
 
 Moved = dict[Place, tuple[PackInfo, int]]
-"""Where chunks lie now that lay at a place."""
+"""The new place of each chunk that was moved, by its old place."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sparse:
-    """A pack of which less than half is needed, by the manifests of these names."""
+    """A pack of which less than half is needed, and the names of the manifests that need it."""
 
     name: str
     manifests: tuple[str, ...]
@@ -54,7 +55,7 @@ class Sparse:
 
 
 def sparse_packs(root: Path, manifests: Mapping[str, frozenset[str]]) -> list[Sparse]:
-    """The packs most of whose bytes no manifest needs. A pack of whose own state the manifest is here is needed whole."""
+    """The packs most of whose bytes no manifest needs. A pack is needed whole as long as the manifest of its own state is here."""
     users: dict[str, list[str]] = {}
     for name in sorted(manifests):
         for pack in manifests[name]:
@@ -93,7 +94,7 @@ class _Old:
 
 
 class Rewriting:
-    """Moves what is needed of packs, in one folder."""
+    """Moves needed chunks out of packs, in one folder."""
 
     def __init__(
         self, root: Path, references: References, index: ChunkIndex, *, is_direct: Callable[[], bool], on_step: Callable[[str], None]
@@ -102,7 +103,7 @@ class Rewriting:
         self._is_direct, self._on_step = is_direct, on_step
 
     def rewrite(self, pack: Sparse) -> int:
-        """Move what is needed of a pack, and delete it; the bytes that the folder has fewer, 0 where somebody still needs it.
+        """Move what is needed of a pack, and delete it; returns by how many bytes the folder shrank, 0 if the pack is still needed.
 
         :raises Corrupt: a chunk of it is damaged; it stays where it is.
         :raises OSError: the disk is full, or fails.
@@ -124,16 +125,16 @@ class Rewriting:
         return freed - added
 
     def mend(self, uid: str, rank: int, bad: Collection[Place], moved: Moved, chunk: Callable[[Reader, int], memoryview]) -> None:
-        """Give a state the chunks that lie at ``bad`` places anew: ``chunk`` gives their bytes, checked.
+        """Write a state's chunks that lie at ``bad`` places anew: ``chunk`` returns their bytes, checked.
 
-        ``moved`` says where they are now, for the states that share them.
+        ``moved`` then says where they are now, for the states that share them.
         """
         self._move(manifest_name(uid, rank), bad.__contains__, moved, chunk)
 
     def _move(self, name: str, is_left: Callable[[Place], bool], moved: Moved, chunk: Callable[[Reader, int], memoryview]) -> int:
-        """One state does without places that are to be left; the bytes of the pack that was written for it."""
+        """Make one state independent of places that must be left; returns the size of the pack that was written for it."""
         path = self._root / name
-        with temporary(path) as file:  # nobody else writes this manifest meanwhile
+        with temporary(path) as file:  # no other process writes this manifest meanwhile
             try:
                 data, manifest = _read(path)
             except FileNotFoundError:
@@ -145,21 +146,21 @@ class Rewriting:
         return 0
 
     def _carry_out(self, plan: PutPlan, old: _Old, file: Temporary, moved: Moved, chunk: Callable[[Reader, int], memoryview]) -> int | None:
-        """The bytes of the pack that was written; None where the plan counts on packs that went meanwhile: ``moved`` forgets those."""
+        """The size of the pack that was written; None if the plan relies on packs that are gone meanwhile, which ``moved`` then forgets."""
         with MappedReader(self._root, old.manifest, verify=True) as reader, temporary(self._root / plan.name) as new:
             if plan.layout is not None:
                 chunks = (chunk(reader, index) for index in plan.new)
                 write_chunks(new.fd, new.path, plan.layout.header, chunks, plan.layout.size, is_direct=self._is_direct())
                 self._on_step("pack-moved")
-            os.ftruncate(file.fd, 0)  # what an attempt before has written
+            os.ftruncate(file.fd, 0)  # drop what an earlier attempt has written
             write_file(file.fd, file.path, encode(plan.manifest))
             with locked(self._root, is_shared=False):
                 if _bytes_of(old.path) != old.data:
-                    return 0  # dropped, or another one has come
+                    return 0  # dropped, or replaced by another
                 gone = self._gone(plan, moved)
                 if gone:
                     for place in [place for place, (pack, _) in moved.items() if pack in gone]:
-                        del moved[place]  # the bytes are where they were before, for this state needs them there
+                        del moved[place]  # the bytes still lie at the old place too, as this state needs them there
                     return None
                 if plan.layout is not None:
                     new.commit()
@@ -170,12 +171,12 @@ class Rewriting:
         return 0 if plan.layout is None else plan.layout.size
 
     def _gone(self, plan: PutPlan, moved: Moved) -> set[PackInfo]:
-        """The packs that chunks were moved into, and that went with the states that needed them. Runs under the lock."""
+        """The packs into which chunks were moved, and that were removed with the states that needed them. Runs under the lock."""
         into = {pack for pack, _ in moved.values()}
         return {pack for pack in plan.borrowed if pack in into and not is_there(self._root / pack.name, pack.size)}
 
     def _planned(self, manifest: Manifest, is_left: Callable[[Place], bool], moved: Moved) -> PutPlan | None:
-        """None where the state needs none of those places any more."""
+        """The plan for one state; None if it no longer needs any of those places."""
         places, is_leaving = {}, False
         for key, (info, offset) in places_of(manifest).items():
             place = info.name, offset
@@ -189,7 +190,7 @@ class Rewriting:
         return plan_put(manifest, places, free_pack_name(self._root, origin.uid, origin.rank)) if is_leaving else None
 
     def _note(self, plan: PutPlan, old: Manifest, moved: Moved) -> None:
-        """Where chunks are now: for the other states that need them, and for those to come."""
+        """Note where chunks are now, for the other states that need them, and for those to come."""
         hints = []
         for index in plan.new:
             was, ref, chunk = old.refs[index], plan.manifest.refs[index], plan.manifest.content.chunks[index]
@@ -200,7 +201,7 @@ class Rewriting:
 
 
 def _has_owner(pack: str, users: list[str]) -> bool:
-    """Whether the state for which a pack was written is among those that need it: that one needs all of it."""
+    """Whether the state for which a pack was written is among those that need it, since it needs all of it."""
     owner = uid_of(pack, "safetensors")
     return owner is not None and manifest_name(*owner) in users
 

@@ -1,9 +1,9 @@
 """What the engine needs of the two tiers that every repository has, beyond the contract of a tier.
 
-    CaptureTier    captures and arrivals come into it: it takes over slots of the arena, and shares equal chunks
-    DurableTier    the repository's own folder of packs: it says which packs a state needs, and what is left of crashes
+    CaptureTier    takes captures and arrivals: it takes over slots of the arena, and shares equal chunks
+    DurableTier    the repository's own folder of packs: it knows which packs a state needs, and what crashes left
 
-``tiers`` makes the ones that there are; code outside ``store`` knows these roles alone.
+``tiers`` makes them; code outside ``store`` knows only these roles.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from .tier import Payload, Placed, Reader, Tier
 __all__ = ["OURS", "CaptureTier", "DurableTier", "Held", "Staged"]
 
 OURS = ""
-"""The party of what was captured or made in this process."""
+"""The party of states that were captured or made in this process."""
 
 
 @dataclass(slots=True, eq=False)
 class Held:
-    """A slot that holds a chunk, and how many chunks of states it stands for. ``parties`` are those whose chunk of this digest it is."""
+    """A slot that holds a chunk, and how many chunks of states use it. ``parties`` are those for which it is the chunk of this digest."""
 
     slot: int
     key: tuple[bytes, int]
@@ -40,30 +40,30 @@ class Held:
 
 
 class CaptureTier(Tier):
-    """A tier of slots of an arena. ``on_let_go`` is called when the last reader of a state that was removed has closed, on its thread."""
+    """A tier in slots of an arena. ``on_let_go`` is called when the last reader of a removed state has closed, on its thread."""
 
     on_let_go: Callable[[], None]
 
     @abstractmethod
     def adopt(self, manifest: Manifest, slots: list[int]) -> Placed:
-        """Take over slots that were acquired and filled here, one for each chunk in order; they are not to be written again.
+        """Take over slots that were acquired and filled here, one for each chunk in order; the caller must not write to them again.
 
-        The list is empty afterwards: whoever gives back what is in it gives nothing back that is the tier's. Those whose chunk is held
-        already, by another state or earlier in this one, go back to the arena at once. A state that is here already gives all of them back.
+        The list is empty afterwards, so that a caller that gives back its contents gives back nothing of the tier's. Slots whose chunk is
+        held already, by another state or earlier in this one, go back to the arena at once. If the state is here already, all go back.
 
-        :raises InvalidInput: not one slot for each chunk; the slots then stay the caller's.
+        :raises InvalidInput: there is not one slot for each chunk; the slots then stay the caller's.
         """
 
     @abstractmethod
     def finish(self, manifest: Manifest) -> None:
-        """A state is held whose part this is, and what its manifest says of its place in the lineage is known now; nothing where it left.
+        """Replace the manifest of a part that is held, now that the state's place in the lineage is known; nothing if the part has left.
 
-        Whoever reads the part already keeps what it was.
+        A reader that is open already keeps the old manifest.
         """
 
     @abstractmethod
     def hold(self, keys: Iterable[tuple[bytes, int]], party: str = OURS) -> dict[tuple[bytes, int], Held]:
-        """Hold those of these chunks, by digest and length, that are ours or the party's: they stay until ``settle`` or ``let_go``."""
+        """Hold those of these chunks, by digest and length, that are ours or the party's; they stay until ``settle`` or ``let_go``."""
 
     @abstractmethod
     def let_go(self, held: Iterable[Held]) -> None:
@@ -78,46 +78,46 @@ class CaptureTier(Tier):
         party: str = OURS,
         parts: Sequence[Manifest] = (),
     ) -> Placed:
-        """Take over a state whose distinct chunks are ``held``, or in slots that were acquired and filled, which are not written again.
+        """Take over a state whose distinct chunks are ``held``, or in slots that were acquired and ``filled``, which the caller must not
+        write to again.
 
-        Both are empty afterwards, as the list of ``adopt``.
-        ``party`` is the source of the filled ones. Those that are equal, byte by byte, to what somebody else brought give their
-        slots back. ``parts`` are the manifests, by rank, of a state of several ranks, all of which come at once: ``manifest`` is what they
-        make together, and each can be opened by itself.
+        Both dicts are empty afterwards, like the list of ``adopt``. ``party`` is the source of the filled chunks. Those that are equal,
+        byte by byte, to what another party brought give their slots back. ``parts`` are the manifests, by rank, of a state of several ranks
+        whose parts all come at once: ``manifest`` is that of all together, and each part can be opened by itself.
 
         :raises InvalidInput: a chunk is neither held nor filled; all of them then stay the caller's.
-        :raises Conflict: a state of this uid is here, of other bytes; likewise.
+        :raises Conflict: a state of this uid with other bytes is here; all chunks then stay the caller's, too.
         """
 
     @abstractmethod
     def remove(self, uid: str) -> int:
-        """Drop a state; slots that nothing else needs go back to the arena, or when its last reader closes. The bytes set free."""
+        """Drop a state; returns the bytes freed. Slots that nothing else needs go back to the arena, now or when its last reader closes."""
 
     @abstractmethod
     def recall(self, count: int) -> bool:
-        """Tell readers that memory is wanted back, until ``count`` slots come of it: readers that give way, of states that were removed,
-        the one that read least recently first. Returns whether anybody was told."""
+        """Tell readers that memory is wanted back, until that will free ``count`` slots; returns whether any reader was told. Only readers
+        of removed states that give way are told, the one that read least recently first."""
 
     @abstractmethod
     def ranks(self, uid: str) -> Sequence[int]:
-        """The ranks whose parts of a state are held; of a state of one part that is 0.
+        """The ranks whose parts of a state are held; for a state of one part that is rank 0.
 
         :raises NotFound: it is not here.
         """
 
     @abstractmethod
     def slots_of(self, uids: Iterable[str]) -> int:
-        """The number of slots of all these states together, including those that others share."""
+        """The number of slots of all these states together, including slots that others share."""
 
     @property
     @abstractmethod
     def slots_held(self) -> int:
-        """Slots of the arena that states hold."""
+        """The number of slots of the arena that states hold."""
 
     @property
     @abstractmethod
     def bytes_beside(self) -> int:
-        """About what states take beside their slots: plain values and small arrays, manifests, what is known of them."""
+        """About how many bytes states take besides their slots: plain values and small arrays, manifests, and records of them."""
 
 
 class DurableTier(Tier):
@@ -127,11 +127,11 @@ class DurableTier(Tier):
     def put(self, payload: Payload, *, base: Manifest | None = None, is_of_base: bool = False) -> Placed:
         """Write a state; on return it is durable.
 
-        ``is_of_base``: this process captured both this state and ``base``, which it put here itself, in one training. Only then is a digest
-        enough to refer to what ``base`` has; else the bytes are compared.
+        ``is_of_base``: this process captured both this state and ``base`` in one training, and put ``base`` here itself. Only then does a
+        digest suffice to refer to chunks of ``base``; otherwise the bytes are compared.
 
-        :raises Conflict: another state of the uid is here.
-        :raises Unsupported: its manifest holds what could not be read again.
+        :raises Conflict: another state with this uid is here.
+        :raises Unsupported: its manifest holds something that could not be read again.
         :raises Unavailable: the disk is full or fails; nothing of the state is left.
         """
 
@@ -139,12 +139,12 @@ class DurableTier(Tier):
     def stage(
         self, payload: Payload, *, known: Places | None = None, likely: Places | None = None, is_sharing: bool = True
     ) -> AbstractContextManager[Staged]:
-        """A state that is written and not visible: ``commit`` makes it so, else nothing of it is left at the end of the block.
+        """A state that is written but not visible. ``commit`` makes it visible; otherwise nothing of it is left at the end of the block.
 
-        ``known`` are places of its chunks that need no comparing, in packs that are here or are committed before; ``likely`` ones are
-        compared, as are those that ``is_sharing`` finds with other states.
+        ``known`` are places of its chunks that need no comparison, in packs that are here or are committed earlier. The bytes at
+        ``likely`` places are compared, as are those that ``is_sharing`` finds in other states.
 
-        :raises Conflict: another state of the uid is here.
+        :raises Conflict: another state with this uid is here.
         """
 
     @abstractmethod
@@ -165,24 +165,24 @@ class DurableTier(Tier):
 
     @abstractmethod
     def sound(self, uid: str) -> Sound:
-        """``manifest``, for whoever goes on to look at the tensors."""
+        """``manifest``, for callers that also need the tensors."""
 
     @abstractmethod
     def packs(self, uid: str) -> tuple[PackInfo, ...]:
-        """The packs that a state needs, as its manifest says, which is all that says so; none where it is not here, or is damaged."""
+        """The packs that a state needs, which only its manifest says; none if the manifest is not here, or is damaged."""
 
     @abstractmethod
     def whole(self, uids: Iterable[str]) -> dict[str, Placed]:
-        """The states that are durable here with every pack, as their ``put`` would have said: its process may have died."""
+        """The states that are durable here with every pack, as their ``put`` would have returned them; its process may have died."""
 
     @abstractmethod
     def whole_parts(self, parts: Iterable[tuple[str, int]]) -> dict[tuple[str, int], Placed]:
-        """``whole`` of the parts of any ranks, by uid and rank."""
+        """``whole`` for the parts of any ranks, by uid and rank."""
 
     @abstractmethod
     def remove(self, uid: str) -> int:
-        """Delete a state's manifests, those of all its parts, then the packs that no other manifest in the folder needs. The payload
-        bytes set free.
+        """Delete the manifests of all parts of a state, then the packs that no other manifest in the folder needs; returns the payload
+        bytes freed.
         """
 
     @abstractmethod
@@ -191,44 +191,44 @@ class DurableTier(Tier):
 
     @abstractmethod
     def hurrying(self) -> AbstractContextManager[None]:
-        """Write as fast as the disk takes it until the end of the block, whatever was asked for: somebody wants to end."""
+        """Write as fast as the disk can until the end of the block, whatever the pace, because a caller wants to end."""
 
     @abstractmethod
     def files(self) -> dict[str, tuple[tuple[str, int], ...]]:
-        """The files that each state here needs, by its uid: names and sizes, those included that others need too."""
+        """The files that each state here needs, by its uid: names and sizes, including files that others need too."""
 
     @abstractmethod
     def sweep(self) -> list[Path]:
-        """Delete what crashes left behind: temporary files that nobody writes, packs that no manifest needs. What it deleted."""
+        """Delete what crashes left behind: temporary files that no process writes, packs that no manifest needs. Returns what went."""
 
     @abstractmethod
     def forget(self, uids: Iterable[str]) -> None:
-        """Delete the manifests of states, of all their parts that are here, at once; what they needed is left to ``collect``."""
+        """Delete the manifests of states at once, of all their parts that are here; ``collect`` removes what they needed."""
 
     @abstractmethod
     def collect(self, *, is_dry: bool = False, without: Iterable[str] = (), tell: Callable[[int, int], None] = ...) -> Collected:
-        """``sweep``, and packs most of whose bytes no manifest needs are rewritten; a few files at a time, beside everything else.
+        """``sweep``, and rewrite packs most of whose bytes no manifest needs; a few files at a time, while everything else goes on.
 
-        ``is_dry`` only looks, as if the states ``without`` were removed. ``tell`` is called with the bytes of packs set free so far, and
-        all of them.
+        ``is_dry`` only looks, as if the states ``without`` were removed. ``tell`` is called with the bytes of packs freed so far, and
+        the total.
 
-        :raises Conflict: another process does it in this folder.
+        :raises Conflict: another process collects in this folder.
         """
 
     @abstractmethod
     def mend(self, uid: str, rank: int, bad: Collection[Place], moved: Moved, chunk: Callable[[Reader, int], memoryview]) -> None:
-        """Write the chunks of a state that lie at ``bad`` places anew, with the bytes that ``chunk`` gives, and let its manifest name the
-        new places, which ``moved`` learns, for the states that share them. Whatever ends it, the state is as it was, or mended.
+        """Write the chunks of a state that lie at ``bad`` places anew, with the bytes that ``chunk`` returns. Its manifest then names the
+        new places, and so does ``moved``, for the states that share them. Wherever this is interrupted, the state is as before, or mended.
         """
 
     @property
     @abstractmethod
     def bytes_stored(self) -> int:
-        """The sizes of all packs in the folder together, whichever lineage they belong to."""
+        """The total size of all packs in the folder, of whichever lineage."""
 
 
 class Staged(Protocol):
-    """A state that ``DurableTier.stage`` has written. ``was_here``: there was nothing to write."""
+    """A state that ``DurableTier.stage`` has written. ``was_here``: the state was here already, so nothing was written."""
 
     was_here: ClassVar[bool]
 
@@ -236,9 +236,9 @@ class Staged(Protocol):
         """The place of each chunk once it is committed."""
 
     def commit(self) -> Placed | None:
-        """Make it visible and durable; None when a pack that it shares, or the state that was here, was removed or replaced
-        meanwhile: stage it again.
+        """Make it visible and durable. None if a pack that it shares, or the state that was here, was removed or replaced
+        meanwhile: stage it again then.
         """
 
     def undo(self) -> None:
-        """Take back what ``commit`` did; nothing where the state was here before."""
+        """Undo ``commit``; does nothing if the state was here before."""

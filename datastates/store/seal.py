@@ -1,8 +1,8 @@
-"""A state's seal: what its chunks hold, by a digest for which nobody can make other content.
+"""A state's seal: a digest of its chunks for which no one can make other content.
 
-A state's own digest covers its structure, its history and the xxh3 of its chunks: which state it is said to be, and whether it has
-rotted. Bytes of the same xxh3 are made in milliseconds, so it does not say who made them. A seal is BLAKE3 over that digest and the BLAKE3
-of each chunk. It is made when a state is exported, imported or verified for the first time; never as it is captured.
+A state's own digest covers its structure, its history and the xxh3 of its chunks. It shows which state this claims to be, and whether it
+has rotted. But other bytes with the same xxh3 can be made in milliseconds, so it does not show who made them. A seal is BLAKE3 over that
+digest and the BLAKE3 of each chunk. It is made when a state is first exported, imported or verified, never when it is captured.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ def seal_of(digest: str, chunks: Iterable[bytes]) -> str:
 
 
 class SealedChunks(Sequence[memoryview]):
-    """The chunks of an open state, each read and checked again whenever it is asked for: what is written is what was checked.
+    """The chunks of an open state. Each is read and checked again whenever it is asked for, so that what is written is what was checked.
 
-    ``digests`` are the BLAKE3 of each; None where nobody said, and then what is read first is what it is to be from then on.
+    ``digests`` has the BLAKE3 of each chunk. If it is None, later reads are compared with the first read of each chunk.
     """
 
     def __init__(self, reader: Reader, digests: Sequence[bytes] | None = None) -> None:
@@ -50,9 +50,9 @@ class SealedChunks(Sequence[memoryview]):
                 self._note(index, digest)
 
     def check(self) -> None:
-        """Read every chunk, those that lie in one place once.
+        """Read every chunk; chunks that lie in the same place are read once.
 
-        :raises Corrupt: at the first that is wrong.
+        :raises Corrupt: a chunk is wrong; names the first.
         """
         for index in {self._place(index): index for index in range(len(self))}.values():
             checkpoint()
@@ -73,7 +73,7 @@ class SealedChunks(Sequence[memoryview]):
 
     def __getitem__(self, index: Any) -> Any:
         if index >= len(self):
-            raise IndexError(index)  # which ends an iteration
+            raise IndexError(index)  # ends an iteration
         view = self._reader.chunk(index)
         self._note(index, blake3(view).digest())
         return view

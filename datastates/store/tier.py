@@ -1,4 +1,4 @@
-"""The contract of a place for payload, and the words that tiers and the engine share."""
+"""The contract of a place for payload, and the types that tiers and the engine share."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ __all__ = ["Payload", "Placed", "Reader", "SupportsDirectWrite", "SupportsManife
 class Payload:
     """A whole state to put: its manifest and, in the manifest's order, the bytes of each chunk.
 
-    ``chunks[i]`` has exactly ``manifest.content.chunks[i].length`` bytes, lies anywhere (best at the start of a page: such
-    memory is written as it is), and stays unchanged until ``put`` returns. With ``is_on_demand`` each is made, and checked, whenever it is
-    asked for, so that a state that is larger than memory can be put.
+    ``chunks[i]`` has exactly ``manifest.content.chunks[i].length`` bytes, may lie anywhere (best at the start of a page: such
+    memory is written as it is), and stays unchanged until ``put`` returns. With ``is_on_demand`` each chunk is made, and checked, whenever
+    it is asked for, so that a state that is larger than memory can be put.
     """
 
     manifest: Manifest
@@ -46,7 +46,7 @@ class Payload:
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """The result of ``put``: the manifest with this tier's places in it, and how many payload bytes it added just now."""
+    """The result of ``put``: the manifest with this tier's places in it, and how many payload bytes this call added."""
 
     manifest: Manifest
     bytes_new: int
@@ -56,12 +56,12 @@ class Reader(ABC):
     """One state opened for reading. Views are valid, and their bytes stay as they are, until ``close``.
 
     Every chunk is checked against its digest the first time that it is read, unless the reader was opened with
-    ``verify=False``. Only ``span`` and ``lying`` may give memory that a file is mapped to.
+    ``verify=False``. Only ``span`` and ``lying`` may return memory to which a file is mapped.
     """
 
     manifest: Manifest
     is_waited_for: ClassVar[bool] = False
-    """Whether ``chunk`` reads a file, and is not for a thread that others wait for."""
+    """Whether ``chunk`` reads a file, so that a thread for which others wait should not call it."""
 
     @abstractmethod
     def chunk(self, index: int) -> memoryview:
@@ -74,35 +74,35 @@ class Reader(ABC):
     def span(self, start: int, length: int) -> memoryview | None:
         """The verified bytes of ``[start, start + length)`` of the stream without a copy.
 
-        Where the tier can give private (copy-on-write) memory the view is writable and outlives ``close`` as long as
-        the view itself lives; None when the bytes do not lie together or cannot be handed out: gather them from chunks.
+        If the tier can give private (copy-on-write) memory, the view is writable, and its memory outlives ``close`` for as long as
+        the view exists. None if the bytes are not contiguous or cannot be handed out: gather them from chunks then.
         """
 
     def when_wanted(self, tell: Callable[[], None]) -> None:
-        """This reader gives way: ``tell`` is called, on any thread, when what it keeps in memory is wanted back. Then close it soon.
+        """Let this reader give way: ``tell`` is called, on any thread, when the memory that it keeps is wanted back. Close it soon then.
 
-        Nothing where it keeps no memory.
+        Does nothing if the reader keeps no memory.
         """
         return
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of the state; idempotent."""
+        """Release the state; idempotent."""
 
     def prepare(self, stretches: Sequence[tuple[int, int]]) -> None:  # noqa: B027  # memory has nothing to do ahead
-        """These stretches of the stream (start, length) are borrowed next: read them at once, if that is faster than one by one.
+        """Read these stretches of the stream (start, length), which are borrowed next, at once if that is faster than one by one.
 
-        :raises Corrupt: as ``chunk``.
+        :raises Corrupt: as for ``chunk``.
         """
 
     def loan(self, start: int, length: int) -> memoryview | None:
-        """A ``span`` that may only be read, and only while the reader is open; None: ``gather`` the bytes instead."""
+        """A ``span`` that may only be read, and only while the reader is open. None: ``gather`` the bytes instead."""
         return self.span(start, length)
 
     def gather(self, start: int, into: memoryview) -> None:
         """Fill ``into`` with verified bytes of the stream from ``start`` on.
 
-        :raises Corrupt: as ``chunk``.
+        :raises Corrupt: as for ``chunk``.
         """
         done = 0
         for index in self.chunks_of(start, into.nbytes):
@@ -112,11 +112,11 @@ class Reader(ABC):
             done += piece.nbytes
 
     def lying(self, index: int) -> memoryview:
-        """A chunk where it lies, unverified, at an address that stays its own while the reader is open: to be read by other processes."""
+        """A chunk in place, unverified, for other processes to read; its address stays the same while the reader is open."""
         return self.chunk(index)
 
     def chunks_of(self, start: int, length: int) -> range:
-        """The indices of the chunks that ``[start, start + length)`` of the stream lies in.
+        """The indices of the chunks in which ``[start, start + length)`` of the stream lies.
 
         :raises InvalidInput: the stream has no such bytes.
         """
@@ -131,16 +131,16 @@ class Reader(ABC):
     def verify(self) -> None:
         """Check every chunk.
 
-        :raises Corrupt: at the first that fails.
+        :raises Corrupt: a chunk fails its digest; names the first.
         """
         for index in range(len(self.manifest.content.chunks)):
             checkpoint()
             self.chunk(index)
 
     def verify_headers(self) -> None:  # noqa: B027  # most tiers have nothing there
-        """Check what lies beside the chunks, if something does.
+        """Check what is stored besides the chunks, if anything is.
 
-        :raises Corrupt: it is wrong.
+        :raises Corrupt: it is damaged.
         """
 
     def __enter__(self) -> Self:
@@ -153,10 +153,10 @@ class Reader(ABC):
 class Tier(ABC):
     """A place for payload. Every method is safe from any thread.
 
-    ``name`` is what the lineage calls it, in at most twelve letters; ``gives`` is the status of a state that is whole here, which says
-    what it survives; ``node`` names the process, folder or machine that the tier is lost with, and is empty where there is none.
-    ``holds_parts`` says that the ranks of a job may put their parts of one state, each by itself (``manifest.origin.rank``), and that
-    ``open_part`` gives any of them; ``open`` and ``has`` are then about the part of rank 0, and removing is of all parts.
+    ``name`` is its name in the lineage, of at most twelve letters. ``gives`` is the status of a state that is whole here, which says
+    what it survives. ``node`` names the process, folder or machine with which the tier is lost, and is empty if there is none.
+    ``holds_parts`` says that the ranks of a job may each put their own part of one state (``manifest.origin.rank``), and that
+    ``open_part`` opens any of them. ``open`` and ``has`` are then about the part of rank 0, and ``remove`` removes all parts.
     """
 
     name: ClassVar[str]
@@ -166,10 +166,10 @@ class Tier(ABC):
 
     @abstractmethod
     def put(self, payload: Payload, *, base: Manifest | None = None) -> Placed:
-        """Make a state complete here, or leave no trace. Visible to ``open`` only once every byte is safe.
+        """Store a state completely, or leave no trace of it. It is visible to ``open`` only once every byte is safe.
 
         ``base`` is a manifest that this tier placed earlier (the nearest ancestor): chunks whose digest it has are
-        referenced, not stored again; a tier may find more that it holds. Putting a uid that is already here is a no-op
+        referenced, not stored again. A tier may find further chunks that it holds. Putting a uid that is already here is a no-op
         that returns what is here.
         """
 
@@ -182,7 +182,7 @@ class Tier(ABC):
         """
 
     def open_part(self, uid: str, rank: int, *, verify: bool = True) -> Reader:
-        """Open the part of a state that one of its ranks captured; a state of one part is that of rank 0.
+        """Open the part of a state that one of its ranks captured; the only part of a state is that of rank 0.
 
         :raises NotFound: it is not here.
         :raises Corrupt: its manifest is damaged.
@@ -199,7 +199,7 @@ class Tier(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of files and memory; idempotent."""
+        """Release files and memory; idempotent."""
 
     def has(self, uid: str) -> bool:
         """Whether a state is here, as far as can be told without reading its bytes."""
@@ -212,18 +212,18 @@ class Tier(ABC):
 
 @runtime_checkable
 class SupportsRemoval(Protocol):
-    """A tier that can drop a state. One that cannot keeps what it was given: an archive, a bucket that only its owner cleans."""
+    """A tier that can drop a state. Any other keeps what it was given, such as an archive, or a bucket that only its owner cleans."""
 
     def remove(self, uid: str) -> int:
-        """Drop a state and every byte that no other state here needs; the payload bytes set free. Unknown uid: 0.
+        """Drop a state and every byte that no other state here needs; returns the payload bytes freed, 0 for an unknown uid.
 
-        It is gone for ``open`` and ``uids`` at once; what open readers need is set free when the last of them closes.
+        It is gone for ``open`` and ``uids`` at once; what open readers need is freed when the last of them closes.
         """
 
 
 @runtime_checkable
 class SupportsManifests(Protocol):
-    """A tier whose states can be looked at, and read in part, without opening all of their bytes."""
+    """A tier whose states can be inspected, and read in part, without opening all of their bytes."""
 
     def manifest(self, uid: str) -> Manifest:
         """The manifest of a state, with the place of each chunk.
@@ -235,11 +235,11 @@ class SupportsManifests(Protocol):
 
 @runtime_checkable
 class SupportsDirectWrite(Protocol):
-    """A tier that writes memory as it lies, past caches, where it begins at a page."""
+    """A tier that writes memory that begins at a page directly, past the page cache."""
 
     @property
     def is_direct(self) -> bool:
-        """Whether it does so here."""
+        """Whether it writes directly here."""
 
 
 def _brief(lengths: list[int]) -> str:

@@ -1,11 +1,11 @@
-"""The tiers of a repository, nearest first: which of them a state is read from, and what the lineage calls them.
+"""The tiers of a repository, nearest first: from which of them a state is read, and their names in the lineage.
 
-    tiers.captured   where captures and arrivals come into, once there is one; it is lost with its process
+    tiers.captured   takes captures and arrivals, once there is one; it is lost with its process
     tiers.durable    the repository's own folder of packs
-    tiers.further    what the user gave: each state that becomes durable is put there too
+    tiers.further    the user's tiers: each state that becomes durable is put there too
 
-Nobody outside ``store`` names a tier: the lineage is told ``tier.name`` and ``tier.node``, and asked with ``VOLATILE``. Nor does anybody
-know the classes of the first two: ``captures_in`` and ``packs_in`` make them, and what they can do is their role's (``roles``).
+No code outside ``store`` names a tier: the lineage is told ``tier.name`` and ``tier.node``, and is asked with ``VOLATILE``. No such code
+knows the classes of the first two either: ``captures_in`` and ``packs_in`` make them, and their roles say what they can do (``roles``).
 """
 
 from __future__ import annotations
@@ -36,27 +36,27 @@ from .tier import Payload, Reader, Tier
 __all__ = ["CAPTURED", "DURABLE", "VOLATILE", "Tiers", "captures_in", "check_further", "packs_in", "payload_of"]
 
 CAPTURED = MemoryTier.name
-"""The tier that captures and arrivals come into, as the lineage calls it."""
+"""The name in the lineage of the tier that takes captures and arrivals."""
 
 VOLATILE = frozenset({CAPTURED})
-"""The tiers that are lost with the process whose they are."""
+"""The names of tiers that are lost with the process that owns them."""
 
 DURABLE = LocalTier.name
-"""The tier that lies in folders of packs."""
+"""The name of the tier in folders of packs."""
 
 _NAME = re.compile(r"[a-z][a-z0-9-]{0,11}")
 _GIVEN = (Status.DURABLE, Status.REPLICATED, Status.EXTERNAL)
 
 
 class Tiers:
-    """Safe from any thread. ``captured`` is None until something is captured or arrives."""
+    """The tiers of one repository. Safe from any thread. ``captured`` is None until something is captured or arrives."""
 
     def __init__(self, durable: DurableTier, further: Sequence[object] = ()) -> None:
         self.durable, self.further = durable, check_further(further)
         self.captured: CaptureTier | None = None
 
     def __iter__(self) -> Iterator[Tier]:
-        """All of them, nearest first."""
+        """All tiers, nearest first."""
         return iter((*(() if self.captured is None else (self.captured,)), *self.lasting))
 
     @property
@@ -65,9 +65,9 @@ class Tiers:
         return (self.durable, *self.further)
 
     def check_parts(self, size: int) -> None:
-        """Raise unless each of the user's tiers can take the parts of a job of so many ranks.
+        """Raise unless each of the user's tiers can take the parts of a job of ``size`` ranks.
 
-        :raises Unsupported: one cannot.
+        :raises Unsupported: a tier cannot.
         """
         refused = [tier.name for tier in self.further if size > 1 and not tier.holds_parts]
         if refused:
@@ -77,7 +77,7 @@ class Tiers:
             )
 
     def has(self, uid: str) -> bool:
-        """Whether one of them has a state, as far as they answer."""
+        """Whether one of the tiers that answer has a state."""
         for tier in self:
             with suppress(Unavailable):
                 if tier.has(uid):
@@ -85,10 +85,10 @@ class Tiers:
         return False
 
     def open(self, state: State, *, verify: bool = True, rank: int = 0) -> Reader:
-        """A state from the nearest tier that has it; what each rank has of its own is that of ``rank``.
+        """A state from the nearest tier that has it; what each rank has of its own is read for ``rank``.
 
-        :raises NotFound: none has it.
-        :raises Corrupt: it is damaged there, or is another than the lineage says.
+        :raises NotFound: no tier has it.
+        :raises Corrupt: it is damaged there, or is not the state of the lineage.
         :raises Unavailable: a tier that may have it does not answer, and no further one has it.
         """
         return _open(iter(self), state, verify=verify, rank=rank)
@@ -96,7 +96,7 @@ class Tiers:
     def open_part(self, state: State, rank: int, *, verify: bool = True) -> tuple[Reader, int]:
         """One part of a state from the nearest tier that has it, and how far away that is: 0 is this process's memory.
 
-        :raises NotFound: none has it, as far as they answer: another rank may reach it.
+        :raises NotFound: no tier that answers has it; another rank may reach it.
         """
         for far, tier in enumerate(self, 1 if self.captured is None else 0):
             try:
@@ -108,7 +108,7 @@ class Tiers:
         raise NotFound(f"rank {rank} of state {state.uid} is on no tier here")
 
     def reopen(self, state: State, *, verify: bool = True) -> Reader:
-        """``open`` from the tiers that outlive this process, when its memory is wanted back."""
+        """``open`` from the tiers that outlive this process, for when its memory is wanted back."""
         return _open(iter(self.lasting), state, verify=verify)
 
     def reopen_part(self, state: State, rank: int, *, verify: bool = True) -> Reader:
@@ -116,14 +116,14 @@ class Tiers:
         return _open_part(self.lasting, state.uid, rank, verify)
 
     def placed(self, uid: str) -> Manifest | None:
-        """The manifest of a state that is durable here, for another one to refer to what they share; None if there is none."""
+        """The manifest of a state that is durable here, so that another state can refer to what they share; None if there is none."""
         try:
             return self.durable.manifest(uid)
         except (NotFound, Corrupt):
             return None
 
     def close(self) -> None:
-        """Close those that outlive this process; idempotent."""
+        """Close the tiers that outlive this process; idempotent."""
         for tier in self.lasting:
             tier.close()
 
@@ -138,8 +138,8 @@ def packs_in(
 ) -> DurableTier:
     """A folder of packs, which is made if it is not there.
 
-    :param direct: whether to write past the page cache; None: where the file system can.
-    :param bytes_per_s: how fast payload is written at most.
+    :param direct: whether to write past the page cache; None: if the file system can.
+    :param bytes_per_s: the fastest rate at which payload is written.
     :param on_step: called with a name after each durable step, on the thread that puts: ``pack-written``, ``pack-renamed``,
         ``manifest-written``, ``manifest-renamed`` (from here on the state is visible, and durable), ``manifest-removed``.
     """
@@ -147,14 +147,14 @@ def packs_in(
 
 
 def payload_of(reader: Reader) -> Payload:
-    """What an open reader reads, to be put elsewhere: each chunk is read and checked when it is asked for. Its places are left out."""
+    """The payload of an open reader, to put elsewhere; each chunk is read and checked when it is asked for. It has no places."""
     return Payload(msgspec.structs.replace(reader.manifest, packs=(), refs=()), SealedChunks(reader), is_on_demand=True)
 
 
 def check_further(tiers: Sequence[object]) -> tuple[Tier, ...]:
-    """The tiers that a user gave, if they can stand behind the repository's own.
+    """The tiers that a user gave, if they can be used behind the repository's own.
 
-    :raises InvalidInput: one is no tier, or its name or status makes no sense there.
+    :raises InvalidInput: an item is no tier, or its name or status makes no sense there.
     """
     names = {MemoryTier.name, LocalTier.name}
     for tier in tiers:
