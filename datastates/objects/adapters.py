@@ -1,4 +1,4 @@
-"""What the user tracks as one plain tree of live tensors: modules, optimizers, anything with a state_dict, and containers."""
+"""Everything that the user tracks as one plain tree of live tensors: modules, optimizers, anything with a state_dict, and containers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from .scalers import state_of_scaler
 __all__ = ["GRADIENTS", "IN_BACKWARD", "Adapted", "has_state", "holds_state", "parts"]
 
 GRADIENTS = "gradients"
-"""The top-level name under which gradients stand: ``gradients/<module>/<parameter>``."""
+"""The top-level name of gradients: ``gradients/<module>/<parameter>``."""
 
 IN_BACKWARD = "in_backward"
 """The top-level name of optimizers that step during backward: ``in_backward/<module>/<parameter>/<index>``."""
@@ -47,7 +47,7 @@ class Adapted:
 
     Optimizers that torch runs inside backward are found on the parameters and tracked with their module.
 
-    :raises InvalidInput: something cannot be tracked; names it and says what can.
+    :raises InvalidInput: an object cannot be tracked; names it and says what can.
     """
 
     def __init__(self, objects: Mapping[str, object], *, gradients: bool = False) -> None:
@@ -78,11 +78,11 @@ class Adapted:
     def tree(self, *, is_shared: bool = False, is_waiting: bool = True) -> dict[str, object]:
         """Nested plain containers of everything tracked, as it is now; tensors are the live ones, not copies.
 
-        With ``is_waiting=False`` no device is waited for: what an object would fetch from one to say its state is a ``Number`` instead.
+        ``is_waiting=False`` waits for no device: a number that an object would have to fetch from one is a ``Number`` instead.
 
-        Generators of random numbers are read last: a loader that is asked for its state may draw from them. ``lasting`` then lists the
-        parts of it that are the very same objects as long as they hold the same tensors under the same names: to walk them again is
-        not needed. ``is_shared``: several ranks capture this state, and what is each one's own stands as ``Owned``.
+        Random number generators are read last, because a loader that is asked for its state may draw from them. ``lasting`` then lists the
+        parts of the tree that are the very same objects as long as they hold the same tensors under the same names, so that they need not
+        be walked again. ``is_shared``: several ranks capture this state, and each rank's own parts are ``Owned``.
         """
         walk = _Walk(self, is_shared=is_shared, is_waiting=is_waiting)
         tree = {name: walk.tree_of(join("", name), child) for name, child in self.objects.items()}
@@ -99,9 +99,9 @@ class Adapted:
         return tree
 
     def outlook(self, *, is_shared: bool = False) -> dict[str, object]:
-        """The tree as far as it can be looked at before the training begins, to find what no state can hold.
+        """The tree as far as it can be inspected before the training begins, to find what no state can hold.
 
-        Whatever can be iterated over is not asked: a loader that says its position makes its iterator, and draws from the generators.
+        Objects that can be iterated over are not asked: a loader that gives its position makes its iterator, and draws from the generators.
         ``is_shared`` as for ``tree``.
         """
         walk = _Walk(self, is_outlook=True, is_shared=is_shared)
@@ -139,18 +139,18 @@ class Adapted:
         return [(path, self.model_state(path, found)) for path, found in parts(self.objects) if isinstance(found, nn.Module)]
 
     def names_of(self, optimizer: Optimizer) -> list[list[str]]:
-        """The name of each parameter of each group, as ``tree`` writes them."""
+        """The name of each parameter of each group, in the form of ``tree``."""
         flattened = self.flattened_of(optimizer)
         if flattened is not None:
             return parameters_of(flattened.module, bare(optimizer)) or []
         return self._names([(path, _by_id(model.tree())) for path, model in self.models()], optimizer)
 
     def flattened_of(self, optimizer: Optimizer) -> ModelState | None:
-        """The tracked model whose parameters FSDP's first version flattened, and this optimizer trains; None: there is none."""
+        """The tracked model whose parameters FSDP's first version flattened and this optimizer trains; None if there is none."""
         return next((model for model in self._flattened if parameters_of(model.module, bare(optimizer)) is not None), None)
 
     def fenced(self) -> list[torch.Tensor]:
-        """The live tensors that a tracked optimizer alone changes: its parameters and the tensors of its state."""
+        """The live tensors that only a tracked optimizer changes: its parameters and the tensors of its state."""
         found: dict[int, torch.Tensor] = {}
         for optimizer in (each for tracked in self.optimizers for each in with_inner(tracked)):
             for group in optimizer.param_groups:
@@ -161,17 +161,17 @@ class Adapted:
         return list(found.values())
 
     def size_bytes(self) -> int:
-        """About how large a state is, as far as can be told without asking anybody for it: what modules and optimizers have here."""
+        """The approximate size of a state without asking objects for it: what modules and optimizers have on this rank."""
         held = [tensor for module in self.modules for tensor in (*module.parameters(), *module.buffers())]
         here = {id(tensor): local for tensor in (*held, *self.fenced()) if (local := local_of(tensor)) is not None}
-        return sum(local.nbytes for local in here.values() if local.layout is torch.strided)  # sparse ones do not tell
+        return sum(local.nbytes for local in here.values() if local.layout is torch.strided)  # sparse ones do not say
 
     def frozen(self) -> list[torch.Tensor]:
-        """The parameters that ask for no gradient: they stay the same from state to state."""
+        """The parameters that require no gradient: they stay the same from state to state."""
         return [parameter for module in self.modules for parameter in module.parameters() if not parameter.requires_grad]
 
     def buffers(self) -> list[torch.Tensor]:
-        """What is no parameter of the modules: each replica may change its own, as batch norm does."""
+        """The tensors of modules that are not parameters: each replica may change its own, as batch norm does."""
         return [buffer for module in self.modules for buffer in module.buffers()]
 
     def _names(self, owners: Sequence[Owner], optimizer: Optimizer) -> list[list[str]]:
@@ -182,7 +182,7 @@ class Adapted:
 
 
 class _Walk:
-    """One walk over the objects. What needs names, or must come last, stands as an empty dict until the walk is over."""
+    """One walk over the objects. Parts that need names, or must come last, are empty dicts until the walk is over."""
 
     def __init__(self, adapted: Adapted, *, is_outlook: bool = False, is_shared: bool = False, is_waiting: bool = True) -> None:
         self._adapted, self._is_outlook, self._is_shared, self._is_waiting = adapted, is_outlook, is_shared, is_waiting
@@ -226,7 +226,7 @@ class _Walk:
 
 
 def _is_ready(found: object) -> bool:
-    """Whether something can be asked for its state before the first step without a change, and has one."""
+    """Whether an object has a state that can be asked for before the first step without changing it."""
     if isinstance(found, nn.Module):
         return not any(is_lazy(tensor) or tensor.is_meta for tensor in (*found.parameters(), *found.buffers()))
     return not has_state(found) or not isinstance(found, Iterable)
@@ -240,7 +240,7 @@ def _peek(found: Any) -> object:
 
 
 def has_state(found: object) -> bool:
-    """Whether ``found`` gives and takes a state by itself."""
+    """Whether ``found`` can save and load a state by itself."""
     if is_prepared(found):
         return is_stateful(found)
     has_both = callable(getattr(found, "state_dict", None)) and callable(getattr(found, "load_state_dict", None))
@@ -248,7 +248,7 @@ def has_state(found: object) -> bool:
 
 
 def holds_state(found: object) -> bool:
-    """Whether there is something in ``found`` that another value cannot replace: it is put back in place, or not at all."""
+    """Whether ``found`` holds something that no other value can replace: it is restored in place, or not at all."""
     if isinstance(found, dict):
         return any(map(holds_state, found.values()))
     if isinstance(found, list | tuple | deque):
@@ -291,7 +291,7 @@ def _check_trackable(path: str, found: object) -> None:
 
 
 def _with_hidden_optimizers(objects: Mapping[str, object]) -> dict[str, object]:
-    """The objects, and the optimizers that step in backward where nobody tracks them."""
+    """The objects, and the optimizers that step in backward that nobody tracks."""
     tracked = {id(found) for _, found in parts(objects) if isinstance(found, Optimizer)}
     hidden: dict[str, dict[str, list[Optimizer]]] = {}
     for path, module in parts(objects):

@@ -1,6 +1,6 @@
-"""Which live tensors are half old, half new: a clone or a restore into them began and did not end.
+"""Which live tensors are half old, half new, because a clone or a restore into them began and did not end.
 
-Tensors are known by identity, weakly. ``is_any`` costs nothing to ask while nothing is dirty, so every capture asks.
+Tensors are identified by identity, weakly. ``is_any`` costs nothing while nothing is dirty, so every capture calls it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def is_any() -> bool:
 
 
 def mark(tensors: Iterable[tuple[str, torch.Tensor]], by: object) -> None:
-    """Mark tensors, by path, as neither old nor new from here on; ``by`` is whoever writes to them."""
+    """Mark tensors, by path, as neither old nor new from here on; ``by`` is the writer."""
     with _lock:
         for path, tensor in tensors:
             _marked[id(tensor)] = _Mark(weakref.ref(tensor, partial(_forget, id(tensor))), path, by)
@@ -51,7 +51,7 @@ def are_marked(tensors: Iterable[torch.Tensor], by: object) -> bool:
 
 
 def clean(tensors: Iterable[torch.Tensor]) -> None:
-    """These tensors are whole again."""
+    """Mark these tensors as whole again."""
     if not _marked:
         return
     with _lock:
@@ -77,11 +77,11 @@ def check(tensors: Iterable[torch.Tensor]) -> None:
 
 def _after_fork() -> None:
     global _lock
-    _lock = threading.Lock()  # whichever thread held it is not here
+    _lock = threading.Lock()  # the thread that held it is not in this process
 
 
 def _forget(key: int, gone: weakref.ref[torch.Tensor], marked: dict[int, _Mark] = _marked) -> None:
-    """For tensors that are collected: nobody marks one of them any more. Names no globals, which a module loses as the interpreter ends."""
+    """Forget a collected tensor: nobody marks it any more. Uses no globals, which a module loses as the interpreter ends."""
     mark = marked.get(key)
     if mark is not None and mark.tensor is gone:
         marked.pop(key, None)

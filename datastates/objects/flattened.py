@@ -1,8 +1,8 @@
 """Models of torch's ``FullyShardedDataParallel``, FSDP's first version, and their optimizers: by name, as DTensors of whole parameters.
 
-It lays the parameters of a unit end to end, and each rank keeps a stretch of that. Torch itself says how such a stretch becomes tensors by
-name, by its hooks on state dicts; these gather a unit's parameters, so every function here is collective among the ranks of the model,
-copies what it gives, and belongs to the training thread. Nothing of FSDP is imported where nobody has.
+FSDP lays the parameters of a unit end to end, and each rank keeps a stretch of that. Torch's hooks on state dicts turn such a stretch into
+tensors by name. The hooks gather a unit's parameters, so every function here is collective among the ranks of the model,
+copies what it returns, and belongs to the training thread. Nothing of FSDP is imported unless somebody has imported it.
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ Tree = Mapping[str, Any]
 _EXTRA = "_extra_state"
 
 _meshes: dict[int, tuple[object, Any]] = {}
-"""The mesh that stands for a process group, by its id, and the group, so that the id stays its own."""
+"""The mesh that stands for a process group, by the group's id; the group is kept, so that its id is not reused."""
 
 
 def is_flattened(module: nn.Module) -> bool:
-    """Whether the module is, or has in it, a ``FullyShardedDataParallel``."""
+    """Whether the module is, or contains, a ``FullyShardedDataParallel``."""
     kind = _kind()
     return kind is not None and any(isinstance(part, kind) for part in module.modules())
 
 
 def check_flattened(path: str, module: nn.Module) -> None:
-    """Refuse what torch has no state of by names.
+    """Refuse models for which torch has no state by names.
 
-    :raises Unsupported: units that are sharded lie beside units that are not, or replicas of shards without a mesh that tells of them.
+    :raises Unsupported: units that are sharded lie beside units that are not, or replicas of shards have no mesh that describes them.
     """
     kinds = {_strategy(unit) for unit in _units(module)}
     if "NO_SHARD" in kinds and len(kinds) > 1:
@@ -68,7 +68,7 @@ def check_flattened(path: str, module: nn.Module) -> None:
 
 
 def state_of_model(module: nn.Module) -> OrderedDict[str, Any]:
-    """The module's state dict: parameters as DTensors of their whole shape, buffers and the rest as they are."""
+    """The module's state dict: parameters as DTensors of their whole shape, buffers and everything else as they are."""
     with _settings(module), torch.no_grad():
         state: OrderedDict[str, Any] = module.state_dict(keep_vars=True)  # type: ignore[assignment]  # it is one, and says dict
         trained = {name for parameter, names in _names(module).items() if parameter.requires_grad for name in names}
@@ -80,9 +80,9 @@ def state_of_model(module: nn.Module) -> OrderedDict[str, Any]:
 
 
 def parameters_of(module: nn.Module, optimizer: Optimizer) -> list[list[str]] | None:
-    """The names of the parameters of each group of an optimizer of this flattened module; None if it has parameters of others only.
+    """The names of the parameters of each group of an optimizer of this flattened module; None if all its parameters are of other modules.
 
-    :raises Unsupported: it has parameters of both.
+    :raises Unsupported: it has parameters of this module and of others.
     """
     names = _names(module)
     rows = [[names.get(parameter) for parameter in group["params"]] for group in optimizer.param_groups]
@@ -94,7 +94,7 @@ def parameters_of(module: nn.Module, optimizer: Optimizer) -> list[list[str]] | 
 
 
 def state_of_optimizer(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """``state`` and ``param_groups`` by the names of parameters, tensors of their shape as DTensors."""
+    """``state`` and ``param_groups`` by the names of parameters; tensors of a parameter's shape are DTensors."""
     with _settings(module):
         found: dict[str, Any] = _kind().optim_state_dict(module, optimizer)
     state = {name: {key: _as_dtensor(value) for key, value in entry.items()} for name, entry in found["state"].items()}
@@ -102,7 +102,7 @@ def state_of_optimizer(module: nn.Module, optimizer: Optimizer) -> dict[str, Any
 
 
 def write_model(module: nn.Module, values: Tree) -> None:
-    """Overwrite what the module holds, by canonical name, each with a whole tensor or a DTensor: units are gathered one by one."""
+    """Overwrite what the module holds, by canonical name, each with a whole tensor or a DTensor; units are gathered one by one."""
     kept = {canonical_name(module, name): found for name, found in (*module.named_buffers(), *module.named_parameters())}
     for name, part in module.named_modules():
         extra = canonical_name(module, f"{name}.{_EXTRA}" if name else _EXTRA)
@@ -153,7 +153,7 @@ def _strategy(unit: Any) -> str:
 
 @contextmanager
 def _settings(module: nn.Module) -> Iterator[None]:
-    """Within it, torch gives and takes the state of this module sharded by name, or whole where nothing is sharded."""
+    """Have torch save and load the state of this module by name until the end of the block: sharded, or whole if nothing is sharded."""
     from torch.distributed import fsdp
 
     is_whole = all(_strategy(unit) == "NO_SHARD" for unit in _units(module))
@@ -169,7 +169,7 @@ def _settings(module: nn.Module) -> Iterator[None]:
 
 
 def _parameters_within(module: nn.Module, unit: Any) -> Iterator[tuple[str, nn.Parameter]]:
-    """The parameters of a unit that is gathered, without those of units in it, by their name in the module."""
+    """The parameters of a gathered unit, without those of units inside it, by their name in the module."""
     start = next(name for name, part in module.named_modules() if part is unit)
     others = [name for name, part in unit.named_modules() if part is not unit and isinstance(part, _kind())]
     for name, part in unit.named_modules():
@@ -180,7 +180,7 @@ def _parameters_within(module: nn.Module, unit: Any) -> Iterator[tuple[str, nn.P
 
 
 def _as_dtensor(value: Any) -> Any:
-    """A ``ShardedTensor``, which torch cuts by rows as ``Shard(0)`` does, as a DTensor of the same memory; all else as it is."""
+    """A ``ShardedTensor``, which torch cuts by rows as ``Shard(0)`` does, as a DTensor of the same memory; anything else as it is."""
     kind = getattr(sys.modules.get("torch.distributed._shard.sharded_tensor"), "ShardedTensor", None)
     if kind is None or not isinstance(value, kind):
         return value
@@ -202,7 +202,7 @@ def _mesh_of(group: Any, device: str) -> Any:
 
 
 def _given(value: Any) -> Any:
-    """A value for torch to take: it cuts large tensors into copies, and keeps numbers as they are."""
+    """A value in the form that torch takes: it cuts large tensors into copies, and keeps numbers as they are."""
     return _whole(value) if isinstance(value, torch.Tensor) and value.dim() else own(value)
 
 

@@ -1,7 +1,7 @@
-"""Whether values are a state of a random number generator, looked at before one takes them.
+"""Checks whether values are a state of a random number generator, before a generator takes them.
 
-Libraries take what they are given: a position beyond the words of a Mersenne Twister, or beyond the buffer of Philox, makes torch and
-NumPy read memory that is not theirs at the next draw. A twister without a bit set gives zeros for ever, of which no normal number comes.
+Libraries take what they are given. A position beyond the words of a Mersenne Twister, or beyond the buffer of Philox, makes torch and
+NumPy read memory that is not theirs at the next draw. A twister without a bit set gives zeros for ever, from which no normal number comes.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _TORCH_BYTES = 5056
 
 
 def check_torch(data: object) -> None:
-    """Raise unless ``data`` are the bytes of a state of torch's generator for CPUs.
+    """Raise unless ``data`` is the bytes of a state of torch's generator for CPUs.
 
-    :raises InvalidInput: they are not; so do the others here.
+    :raises InvalidInput: it is not. The other functions here raise the same.
     """
     if not isinstance(data, bytes | bytearray) or len(data) != _TORCH_BYTES:
         raise InvalidInput(f"the state of torch's generator is {_TORCH_BYTES} bytes, not {values.shown(data)}")
@@ -36,7 +36,7 @@ def check_torch(data: object) -> None:
 
 
 def check_python(state: object) -> None:
-    """Raise unless it is a state of Python's generator, as ``generators.python_state`` gives it."""
+    """Raise unless ``state`` is a state of Python's generator, as ``generators.python_state`` returns it."""
     match state:
         case {"version": 3, "words": bytes(words), "gauss": None | float()} if len(words) == 4 * (_WORDS + 1):
             found = np.frombuffer(words, np.uint32)
@@ -47,7 +47,7 @@ def check_python(state: object) -> None:
 
 
 def check_numpy(state: object, like: Mapping[str, Any]) -> None:
-    """Raise unless it is a state for the generator whose state is ``like``: the same fields, each within its bounds."""
+    """Raise unless ``state`` is a state for the generator whose state is ``like``: the same fields, each within its bounds."""
     if not _is_alike(state, like):
         raise InvalidInput(f"{values.shown(state)} is no state of NumPy's {like.get('bit_generator')}")
     assert isinstance(state, Mapping), "it is like one"
@@ -73,7 +73,7 @@ def _check_words(words: Any) -> None:
 
 
 def _is_alike(found: object, like: object) -> bool:
-    """Whether both have the same fields, and there values of the same types and shapes; texts are equal."""
+    """Whether both have the same fields, with values of the same types and shapes; texts must be equal."""
     if isinstance(like, Mapping):
         return isinstance(found, Mapping) and found.keys() == like.keys() and all(_is_alike(found[key], like[key]) for key in like)
     if isinstance(like, np.ndarray):

@@ -1,4 +1,4 @@
-"""Generators of random numbers that a script made for itself, as plain values and back: torch's, Python's and NumPy's."""
+"""Random number generators that a script made for itself, as plain values and back: torch's, Python's and NumPy's."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["is_generator", "kind_of", "load_generator", "python_state", "set_pyt
 
 
 def is_generator(found: object) -> bool:
-    """Whether ``found`` is a generator whose draws can be repeated; one of the operating system's cannot be."""
+    """Whether ``found`` is a generator whose draws can be repeated; those of the operating system's generator cannot."""
     if isinstance(found, torch.Generator):
         return True
     if isinstance(found, random.Random):
@@ -34,7 +34,7 @@ def kind_of(generator: object) -> str:
 
 
 def state_of(generator: Any) -> dict[str, object]:
-    """Plain values that share no memory with the generator: where its next number comes from."""
+    """Plain values that share no memory with the generator and say where its next number comes from."""
     if isinstance(generator, torch.Generator):
         state: object = generator.get_state().numpy().tobytes()
     elif isinstance(generator, random.Random):
@@ -45,9 +45,9 @@ def state_of(generator: Any) -> dict[str, object]:
 
 
 def load_generator(generator: Any, stored: Mapping[str, Any]) -> None:
-    """Go to where ``stored`` was taken; it is of the same kind.
+    """Go to where ``stored`` was taken; ``stored`` must be of the same kind.
 
-    :raises InvalidInput: it is no state of such a generator.
+    :raises InvalidInput: it is not a state of such a generator.
     """
     state = stored["state"]
     if isinstance(generator, torch.Generator):
@@ -65,15 +65,15 @@ def load_generator(generator: Any, stored: Mapping[str, Any]) -> None:
 
 
 def python_state(generator: Any) -> dict[str, object]:
-    """What ``getstate`` of ``random`` or of a ``random.Random`` gives, as few values: 625 words as bytes."""
+    """The state that ``getstate`` of ``random`` or of a ``random.Random`` returns, in few values: 625 words as bytes."""
     version, words, gauss = generator.getstate()
     return {"version": version, "words": array("I", words).tobytes(), "gauss": gauss}
 
 
 def set_python_state(generator: Any, state: Mapping[str, Any]) -> None:
-    """The way back.
+    """Set the state that ``python_state`` returned.
 
-    :raises InvalidInput: it is no such state.
+    :raises InvalidInput: it is not such a state.
     """
     check_python(state)
     words = array("I")
@@ -82,12 +82,12 @@ def set_python_state(generator: Any, state: Mapping[str, Any]) -> None:
 
 
 def tensor_of(data: bytes) -> torch.Tensor:
-    """The state of one of torch's generators as it takes it."""
+    """The state of one of torch's generators in the form that torch takes."""
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 def _is_numpy(found: object) -> bool:
-    numpy_random = sys.modules.get("numpy.random")  # what nobody imported nobody has made
+    numpy_random = sys.modules.get("numpy.random")  # a generator of a library that nobody imported cannot exist
     if numpy_random is None:
         return False
     return isinstance(found, numpy_random.Generator | numpy_random.RandomState | numpy_random.BitGenerator)

@@ -22,10 +22,10 @@ _VALUES = (
 
 
 def is_value(found: object) -> bool:
-    """Whether only another object can stand for ``found`` after a restore.
+    """Whether only another object can replace ``found`` in a restore.
 
-    So it is with plain values, with tuples that hold one, and with objects of a registered encoder whose type says by its hash that they
-    never change.
+    That is so for plain values, for tuples that hold one, and for objects of a registered encoder whose type hashes by value, which means
+    that they never change.
     """
     if isinstance(found, tuple) and not isinstance(found, torch.Size):
         return not found or any(map(is_value, found))
@@ -33,14 +33,14 @@ def is_value(found: object) -> bool:
 
 
 def is_handed(found: object) -> bool:
-    """Whether a restore hands a new object to its caller, instead of changing ``found``: values, and whatever an encoder makes anew."""
+    """Whether a restore hands a new object to its caller, instead of changing ``found``: values, and objects that an encoder makes anew."""
     return is_value(found) or (encoder_of(type(found)) is not None and not holds_state(found))
 
 
 def split_values(objects: Mapping[str, object]) -> tuple[dict[str, object], dict[str, object]]:
     """The tracked objects that are values, and the others.
 
-    :raises InvalidInput: one would be captured, and never put back: the message says how it can be tracked.
+    :raises InvalidInput: an object would be captured but never restored: the message says how it can be tracked.
     """
     values = {name: found for name, found in objects.items() if is_value(found)}
     for name, found in values.items():

@@ -1,4 +1,4 @@
-"""Which live tensors a state's bytes may be put into as they come: those that lie in memory exactly as the stored ones do."""
+"""Which live tensors can receive a state's bytes directly as they arrive: those that lie in memory exactly as the stored ones do."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _PLAIN = frozenset({torch.Tensor, nn.Parameter})
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Home:
-    """A live tensor that a stored one is received into; ``flat`` are its bytes in memory order."""
+    """A live tensor into which a stored one is received; ``flat`` is its bytes in memory order."""
 
     path: str
     live: torch.Tensor
@@ -36,7 +36,7 @@ class Home:
 def live_homes(targets: Sequence[Target], index_of: Mapping[int, int], specs: Sequence[TensorSpec]) -> dict[int, Home]:
     """The live tensor into which each tensor of the state can be received in place, by index.
 
-    ``index_of`` gives the index of a stored tensor by its id. Where live tensors lie over each other and are to become different
+    ``index_of`` gives the index of a stored tensor by its id. If live tensors overlap in memory and must become different
     stored ones, none of them is a home: the order in which they are written then matters.
     """
     found: dict[int, Home] = {}
@@ -101,7 +101,7 @@ def _overlapping(targets: Sequence[Target], index_of: Mapping[int, int]) -> set[
             extents.append((device, begin, begin + reach * live.element_size(), index_of.get(id(target.stored), -1)))
     extents.sort()
     shared: set[int] = set()
-    last: tuple[int, int, int] | None = None  # the device, the furthest end so far on it, and whose that is
+    last: tuple[int, int, int] | None = None  # the device, the furthest end on it so far, and the tensor that ends there
     for device, begin, end, index in extents:
         if last is not None and last[0] == device and begin < last[1] and index != last[2]:
             shared |= {index, last[2]}

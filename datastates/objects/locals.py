@@ -1,4 +1,4 @@
-"""What this rank holds of tensors that lie over the ranks of a mesh: whole tensors are cut for it, and nothing is sent."""
+"""What this rank holds of tensors that are spread over the ranks of a mesh: whole tensors are cut for it, and nothing is sent."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ __all__ = ["boxes_here", "cut_for", "lies_as", "on_all", "put_together", "write_
 
 
 def boxes_here(live: torch.Tensor) -> list[Holding]:
-    """The boxes of a DTensor that this rank's local tensor consists of.
+    """The boxes of a DTensor of which this rank's local tensor consists.
 
-    :raises Unsupported: nobody has a value of it (Partial), or its local tensor is not what its placements say.
+    :raises Unsupported: no rank has its values (Partial), or its local tensor is not what its placements say.
     """
     import torch.distributed as dist
 
@@ -33,12 +33,12 @@ def boxes_here(live: torch.Tensor) -> list[Holding]:
 
 
 def lies_as(one: object, other: object) -> bool:
-    """Whether both are DTensors of one shape and layout: what this rank holds of them is the same box."""
+    """Whether both are DTensors of one shape and layout, so that this rank holds the same box of each."""
     return is_spread(one) and is_spread(other) and _layout(one) == _layout(other)
 
 
 def put_together(like: torch.Tensor, pieces: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-    """A DTensor laid out as ``like``, of the ``boxes_here`` of it; shares their memory where it can."""
+    """A DTensor laid out as ``like``, from its pieces in ``boxes_here``; shares their memory if possible."""
     boxes, shape = boxes_here(like), _local(like).shape
     if len(pieces) == 1 and pieces[0].shape == shape:
         return _spread(pieces[0], like, like.placements)  # type: ignore[attr-defined]  # a DTensor
@@ -49,19 +49,19 @@ def put_together(like: torch.Tensor, pieces: Sequence[torch.Tensor], dtype: torc
 
 
 def cut_for(like: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:
-    """A whole tensor as a DTensor laid out as ``like``; shares its memory where it can."""
+    """A whole tensor as a DTensor laid out as ``like``; shares its memory if possible."""
     return put_together(like, [_at(stored, box.offset, box.local_shape) for box in boxes_here(like)], stored.dtype)
 
 
 def on_all(like: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:
-    """A whole tensor as a DTensor that every rank of the mesh of ``like`` has whole."""
+    """A whole tensor as a DTensor that every rank of the mesh of ``like`` holds whole."""
     from torch.distributed.tensor import Replicate
 
     return _spread(stored, like, [Replicate()] * len(like.placements), stored)  # type: ignore[attr-defined]  # a DTensor
 
 
 def write_local(live: torch.Tensor, stored: torch.Tensor) -> None:
-    """Overwrite what this rank holds of a DTensor in place, from a whole tensor, or from one laid out alike."""
+    """Overwrite in place what this rank holds of a DTensor, from a whole tensor, or from one laid out alike."""
     local = _local(live)
     if is_spread(stored):
         local.copy_(_local(stored))

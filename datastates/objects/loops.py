@@ -1,4 +1,4 @@
-"""Where a training stands in its epochs, and in the passes over its data that an epoch has."""
+"""Where a training stands in its epochs, and in the passes over its data in an epoch."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ __all__ = ["LOOPS", "Loops", "divided_again", "divides_its_loader"]
 _logger = logging.getLogger(__name__)
 
 LOOPS = "loops"
-"""The top-level name under which a state says where the loops of its training stood."""
+"""The top-level name under which a state records where the loops of its training stood."""
 
 
 class Loops:
     """How far ``Tracker.epochs`` and ``Tracker.steps`` have come, as an object with a state.
 
-    A state that is captured inside a loop of ``steps`` goes on with the next batch of the same epoch; one that is captured after it, with
-    the next epoch. ``version`` grows whenever a state was put back: a loop that sees it begins again from there.
+    A state that is captured inside a loop of ``steps`` goes on with the next batch of the same epoch; a state captured after the loop goes
+    on with the next epoch. ``version`` grows whenever a state is restored: a loop that sees this begins again from there.
     """
 
     is_optional = True  # for a restore: states that were captured without loops do not have it
@@ -48,7 +48,7 @@ class Loops:
 
     @property
     def is_counting(self) -> bool:
-        """Whether a loop over ``Tracker.epochs`` runs."""
+        """Whether a loop over ``Tracker.epochs`` is running."""
         return self._counting is not None
 
     def state_dict(self) -> dict[str, object]:
@@ -67,7 +67,9 @@ class Loops:
         return {"epoch": self.epoch + 1, "passes": [], "is_left": is_left, "left": self._left_behind()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go to where ``state`` was taken; ``{}``: of one that does not say. Comes before loaders are put back: they are told the epoch."""
+        """Go to where ``state`` was taken; ``{}``: the state does not say. Must come before loaders are restored, which are told the
+        epoch.
+        """
         epoch = state.get("epoch")
         self._has_counted, self._is_lost = epoch is not None, not state
         self.epoch = epoch or 0
@@ -83,11 +85,11 @@ class Loops:
 
     @property
     def is_counted(self) -> bool:
-        """Whether ``epoch`` means anything: a loop over ``Tracker.epochs`` was begun, here or before the state that was restored."""
+        """Whether ``epoch`` is meaningful: a loop over ``Tracker.epochs`` was begun, here or before the restored state."""
         return self._has_counted
 
     def begin_elsewhere(self, *, is_between: bool) -> None:
-        """Somebody else counts the epochs; ``is_between``: a new one begins."""
+        """Note that other code counts the epochs; ``is_between``: a new one begins."""
         self.is_counted_elsewhere = True
         if is_between:
             self._waiting = []
@@ -98,11 +100,11 @@ class Loops:
         return [*left] if any(left) else []
 
     def send_back(self) -> None:
-        """Have the loops that run begin again: the data was put elsewhere."""
+        """Have running loops begin again, because the place in the data was changed."""
         self.version += 1
 
     def count(self, epochs: int, *, is_resumed: bool) -> Iterator[int]:
-        """The epochs that are left of ``epochs``, the one that was not finished first."""
+        """The epochs that are left of ``epochs``, beginning with an unfinished one."""
         if is_resumed and self._is_lost:
             self._warn("lost", "the state does not say which epoch it is of: run.epochs begins with epoch 0")
         if self.epoch >= epochs:
@@ -123,7 +125,7 @@ class Loops:
                 self._counting = None
 
     def batches(self, source: Iterable[Any], *, is_resumed: bool) -> Iterator[Any]:
-        """The batches of one pass over ``source``, from where it was left; from elsewhere once a state is put back meanwhile."""
+        """The batches of one pass over ``source``, from where it was left; if a state is restored meanwhile, from that state's place."""
         tracked = list(self._tracked())
         ids = set(map(id, tracked))
         turn = Pass(source, lambda part: id(part) in ids, tracked)
@@ -178,7 +180,7 @@ class Loops:
                 is_empty = False
                 yield batch
             if not is_empty or self.is_counting or not turn.is_repeatable:
-                return  # a pass that was over ends once more in its epoch; without epochs there is nothing that would follow it
+                return  # a pass that was over ends once more in its epoch; without epochs nothing would follow it
         drops, self._drops_rest = self._drops_rest, False
         yield from turn.begin(epoch, drop=drops)
 
@@ -198,7 +200,7 @@ class Loops:
 
 
 def divides_its_loader(state: Mapping[str, Any] | None) -> bool:
-    """Whether stored loops say how far the training has come in its data, for any number of processes: in one pass at most."""
+    """Whether stored loops say how far the training has come in its data for any number of processes: in one pass at most."""
     if not state or state.get("epoch") is None:
         return False
     passes = state.get("passes", ())
@@ -206,6 +208,8 @@ def divides_its_loader(state: Mapping[str, Any] | None) -> bool:
 
 
 def divided_again(state: Mapping[str, Any], replicas: int) -> dict[str, Any]:
-    """The state of the loops of one of ``replicas`` processes, for any of another number: passes then divide what is left of the data."""
+    """The state of the loops for one of ``replicas`` processes, from that of another number: passes then divide what is left of the
+    data.
+    """
     passes = [{**place, "replicas": replicas} for place in state.get("passes", ())]
     return {**state, "passes": passes}

@@ -1,4 +1,4 @@
-"""Putting a stored state into a live module, through its own ``load_state_dict``: in place, its parameters stay themselves."""
+"""Restoring a stored state into a live module through its own ``load_state_dict``, in place: its parameters stay the same objects."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ _EXTRA = "_extra_state"
 def check_module(path: str, model: ModelState, stored: object, findings: Findings) -> None:
     """Find out what of ``stored`` fits, and note the write that puts it into the module.
 
-    Hooks, extra state and versions work as in ``load_state_dict``. A tied tensor of the module is satisfied by any of its names. What a
-    part loads in a way of its own fits if that part takes it.
+    Hooks, extra state and versions work as in ``load_state_dict``. A tied tensor of the module is satisfied by any of its names. Entries
+    that a part loads in a way of its own fit if that part takes them.
     """
     if not isinstance(stored, dict):
         findings.mismatched.append(Mismatch(path, describe(stored), type(model.module).__name__))
@@ -90,13 +90,13 @@ def check_gradients(path: str, model: ModelState, stored: object, findings: Find
 
 
 def _taken(own_loading: OwnLoading, live: Mapping[str, object], stored: Mapping[str, object], findings: Findings) -> set[str]:
-    """The names of entries that do not look like those of the module, and that the parts which load them take all the same."""
+    """The names of entries that do not look like those of the module, but that the parts which load them accept."""
     unlike: dict[str, list[str]] = {}
     for name, target in live.items() if own_loading else ():
         part = own_loading.part_of(name)
         if part is not None and name in stored and not _is_extra(name) and not _looks_like(stored[name], target):
             unlike.setdefault(part, []).append(name)
-    # Before the bytes are there nobody can ask: the check with the values does.
+    # Before the bytes are there nobody can be asked: the check with the values does it.
     return {name for part, names in unlike.items() if not findings.has_values or own_loading.takes(part, stored) for name in names}
 
 
@@ -114,7 +114,7 @@ def _load(
     metadata: Mapping[str, Any] | None,
     kept: Collection[str],
 ) -> None:
-    """``kept`` are names of what a part may keep as it is given."""
+    """Load the state into the module; ``kept`` are names of entries that a part may keep as they are."""
     state: OrderedDict[str, Any] = OrderedDict()
     for name, value in raw.items():
         if not isinstance(value, torch.Tensor):
@@ -167,7 +167,7 @@ def _is_same(one: object, other: object, *, has_values: bool) -> bool:
         return True
     if is_spread(one) or is_spread(other):  # ranks see what they hold themselves, and ask nobody
         return not lies_as(one, other) or _is_same(local_of(one), local_of(other), has_values=True)
-    # As bytes: a NaN is the same as itself.
+    # As bytes: a NaN equals itself.
     return torch.equal(one.detach().contiguous().view(-1).view(torch.uint8), other.detach().contiguous().view(-1).view(torch.uint8))
 
 

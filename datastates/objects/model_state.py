@@ -24,9 +24,9 @@ _PLAIN_METADATA = {"version": 1}
 
 
 class ModelState:
-    """One tracked module. Names are worked out once and kept until the module's keys change.
+    """One tracked module. Its names are computed once and kept until the module's keys change.
 
-    As long as every member of every part is the same object, ``tree`` gives the very same tree, without asking ``state_dict``.
+    As long as every member of every part is the same object, ``tree`` returns the very same tree, without calling ``state_dict``.
     """
 
     __slots__ = ("_kinds", "_metadata", "_parts", "_raw", "_raw_metadata", "_seen", "_tree", "is_flattened", "keys", "module", "path")
@@ -46,11 +46,11 @@ class ModelState:
         self._tree: OrderedDict[str, object] = OrderedDict()
 
     def tree(self) -> OrderedDict[str, object]:
-        """The live tensors (and extra state) by canonical name, in the module's order; not to be changed.
+        """The live tensors (and extra state) by canonical name, in the module's order; do not change it.
 
-        ``_metadata`` says nothing of modules of version 1, which almost all are: it is stored with every state.
+        ``_metadata`` leaves out modules of version 1, which almost all are, because it is stored with every state.
 
-        Where the model ``is_flattened``, this is collective, and the tensors of parameters are copies.
+        If the model ``is_flattened``, this is collective, and the tensors of parameters are copies.
 
         :raises InvalidInput: a lazy module was not yet called.
         """
@@ -75,16 +75,16 @@ class ModelState:
         return tree
 
     def known(self) -> OrderedDict[str, object]:
-        """The ``tree``, for whoever asks for names and forms only: where that is collective, as it was made last."""
+        """The ``tree`` for callers that need only names and forms: where ``tree`` is collective, the one that was made last."""
         return self._tree if self.is_flattened and self._tree else self.tree()
 
     def _is_made_by_torch(self) -> bool:
-        """Whether nobody has put a method of their own into a part, or into a class, since it was looked at."""
+        """Whether nobody has put a method of their own into a part, or into a class, since the last look."""
         has_own = any("state_dict" in part or "_save_to_state_dict" in part for part in self._parts or ())
         return not has_own and all(map(_is_plain_kind, self._kinds))
 
     def raw_names(self) -> dict[str, str]:
-        """The module's own name of each canonical one; as of the last ``tree``."""
+        """The module's own name for each canonical one, as of the last ``tree``."""
         return dict(zip(self.keys, self._raw, strict=True))
 
     def _learn(self, raw: tuple[str, ...], state: Mapping[str, object]) -> None:
@@ -106,7 +106,7 @@ class Seen:
     counts: list[int]
 
     def is_still(self, now: Seen) -> bool:
-        """Whether it is the same objects in the same places."""
+        """Whether ``now`` has the same objects in the same places."""
         return now.counts == self.counts and len(now.objects) == len(self.objects) and all(map(operator.is_, now.objects, self.objects))
 
 
@@ -124,7 +124,7 @@ _VALUES = operator.methodcaller("values")
 
 
 def _has_plain_state(module: nn.Module) -> bool:
-    """Whether the module's ``state_dict`` is made by torch alone, of parameters and buffers only, or of FSDP2's shards of them."""
+    """Whether torch alone makes the module's ``state_dict``, of parameters and buffers only, or of FSDP2's shards of them."""
     return all(
         _is_plain_kind(type(part))
         and not isinstance(part, torch.jit.ScriptModule)  # its members are not in its ``__dict__``
@@ -137,7 +137,7 @@ def _has_plain_state(module: nn.Module) -> bool:
 
 
 def _only_shards(hook: object) -> bool:
-    """Whether it is the hook by which FSDP2 puts its shards back in the place of gathered parameters: always the same objects."""
+    """Whether it is the hook with which FSDP2 puts its shards back in place of gathered parameters: always the same objects."""
     return getattr(hook, "__module__", "").startswith("torch.distributed.fsdp._fully_shard.")
 
 

@@ -1,7 +1,7 @@
-"""Canonical names of what a module holds: by structure, so that one state fits the compiled, the wrapped and the plain model.
+"""Canonical names of a module's contents: by structure, so that one state fits the compiled, the wrapped and the plain model.
 
-A part of a path is left out only where the module that it starts from really is a wrapper: a user's own submodule that
-happens to be called ``module`` keeps its name. ``AveragedModel`` is a model of its own and no wrapper here.
+A part of a path is left out only if the module from which it starts really is a wrapper: a user's own submodule that
+happens to be called ``module`` keeps its name. ``AveragedModel`` is a model of its own and counts as no wrapper here.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Owner", "canonical_name", "join", "parameter_names", "positional_name", "split_wrappers"]
 
-# Looked up among what is already imported: importing them takes seconds, and what nobody imported nobody has made.
+# Looked up among what is already imported: importing them takes seconds, and an object of a class that nobody imported cannot exist.
 _WRAPPERS = (
     ("torch.nn.parallel.distributed", "DistributedDataParallel", "module"),
     ("torch.nn.parallel.data_parallel", "DataParallel", "module"),
@@ -35,7 +35,7 @@ Owner = tuple[str, Mapping[int, str]]
 
 
 def join(path: str, key: object) -> str:
-    """The path of what stands under ``key``; as ``tree.flatten`` writes it."""
+    """The path of the entry under ``key``, as ``tree.flatten`` writes it."""
     part = (key if isinstance(key, str) else repr(key)).replace("%", "%25").replace("/", "%2F") or "%"
     return f"{path}/{part}" if path else part
 
@@ -69,9 +69,9 @@ def parameter_names(
 ) -> list[list[str]]:
     """A name for each parameter of each group of an optimizer.
 
-    One tracked module that has them all gives its names as they are. Where several are needed each name begins with its
-    module's path. ``loose`` gives the tensors that are tracked by themselves, by ``id``. What nothing tracked has takes the
-    group's own ``param_names``, or is named by position.
+    A single tracked module that has all parameters gives its names as they are. If several modules are needed, each name begins with its
+    module's path. ``loose`` returns the tensors that are tracked by themselves, by ``id``. A parameter that nothing tracked has takes its
+    name from the group's own ``param_names``, or is named by position.
     """
     keys = [list(map(id, group["params"])) for group in groups]
     for _, names in owners:
@@ -98,7 +98,7 @@ def _mixed_names(
 
 
 def positional_name(group: int, position: int) -> str:
-    """The name of a parameter that nothing tracked knows."""
+    """The name of a parameter that no tracked object knows."""
     return f"group{group}.param{position}"
 
 
@@ -110,6 +110,6 @@ def _inner_of(module: nn.Module) -> str | None:
 
 @lru_cache(maxsize=1024)
 def _inners(kind: type) -> tuple[str, ...]:
-    """The names under which modules of a class would hold what they wrap: it was made after the wrappers that it derives from."""
+    """The names under which modules of a class would hold what they wrap; the class was made after the wrappers from which it derives."""
     wrappers = ((getattr(sys.modules.get(home), name, None), inner) for home, name, inner in _WRAPPERS)
     return tuple(inner for wrapper, inner in wrappers if wrapper is not None and issubclass(kind, wrapper))

@@ -1,4 +1,4 @@
-"""Putting a stored state into a live optimizer, fresh or used: matched by names, in place, and never cast."""
+"""Restoring a stored state into a live optimizer, fresh or used: matched by names, in place, and never cast."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ Names = list[list[str]]
 Tree = Mapping[str, Any]
 
 _HOW = frozenset({"foreach", "fused", "capturable", "differentiable"})
-"""How this process computes a step, and not what: a restore leaves it as it is, so a state of a GPU fits a CPU."""
+"""Options that say how this process computes a step, not what it computes. A restore leaves them, so a state of a GPU fits a CPU."""
 
 _SHAPED = frozenset(
     {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg", "grad_avg"}
     | {"acc_delta", "sum", "ax", "prev", "step_size", "variance"}
 )
-"""Keys of torch's own optimizers whose tensors have the shape of their parameter."""
+"""The keys of torch's own optimizers whose tensors have the shape of their parameter."""
 
 
 def check_optimizer(
@@ -38,9 +38,10 @@ def check_optimizer(
 ) -> None:
     """Find out what of ``stored`` fits, and note the writes that put it into ``optimizer``.
 
-    Tensors that are there and fit are overwritten, others are made, with the dtype that the state has: never cast as torch's
-    ``load_state_dict`` does. Parameters are matched by name; by order if nothing tracked names them. Nothing of the state of another class
-    of optimizer fits. ``flattened`` is the model of its parameters, if FSDP's first version flattened them: torch then divides the state.
+    Existing tensors that fit are overwritten; others are made with the dtype that the state has, and never cast as torch's
+    ``load_state_dict`` does. Parameters are matched by name, or by order if nothing tracked names them. The state of another class of
+    optimizer never fits. ``flattened`` is the model of its parameters, if FSDP's first version flattened them: torch then divides the
+    state.
     """
     if not (isinstance(stored, dict) and isinstance(stored.get("state"), dict) and isinstance(stored.get("param_groups"), list)):
         findings.mismatched.append(Mismatch(path, describe(stored), type(optimizer).__name__))
@@ -68,7 +69,7 @@ def check_optimizer(
 
 
 class _Check:
-    """One optimizer against one stored tree."""
+    """The check of one optimizer against one stored tree."""
 
     def __init__(self, path: str, optimizer: Optimizer, names: Names, stored: Tree, findings: Findings) -> None:
         self.path, self.optimizer, self.names, self.findings = path, optimizer, names, findings
@@ -77,7 +78,7 @@ class _Check:
         self.stored_names: Names = [list(group["params"]) for group in self.stored_groups]
 
     def align_by_position(self) -> bool:
-        """If either side names parameters by position only, take over the state's names in order; returns whether that works."""
+        """If either side names parameters only by position, use the state's names in order; returns whether that works."""
         if not (_is_positional(self.names) or _is_positional(self.stored_names)) or self.names == self.stored_names:
             return True
         if list(map(len, self.names)) != list(map(len, self.stored_names)):
@@ -91,7 +92,7 @@ class _Check:
         return True
 
     def lay_out_as(self, parameters: Tree) -> None:
-        """Note that what is stored for a parameter is laid out as that is."""
+        """Note that a stored tensor of a parameter is laid out as the parameter is."""
         for name, entry in self.stored_state.items():
             parameter = parameters.get(name)
             if not isinstance(entry, dict) or not isinstance(parameter, torch.Tensor):
@@ -101,7 +102,7 @@ class _Check:
                     self.findings.made_like(value, parameter)
 
     def as_a_whole(self, stored: Tree, load: Callable[[], None]) -> None:
-        """Leave the writing to ``load``, which takes all of it."""
+        """Leave the writing to ``load``, which takes the whole stored tree."""
         leaves = leaf_paths(stored, self.path)
         known, there = _all(self.names), _all(self.stored_names)
         self.findings.missing += [self._state_path(name) for name in known if name not in there]
@@ -115,7 +116,7 @@ class _Check:
     # --- parameter groups --------------------------------------------------------------------------------------------------
 
     def groups(self) -> None:
-        """Match the groups by the parameters that they have, and note the writes of their options."""
+        """Match the groups by their parameters, and note the writes of their options."""
         known, stored = _all(self.names), _all(self.stored_names)
         self.findings.missing += [p for name in known if name not in stored and self._asks(p := self._state_path(name))]
         self.findings.unexpected += [p for name in stored if name not in known and self._asks(p := self._state_path(name))]
@@ -134,7 +135,7 @@ class _Check:
                 self._note_partition(j)
 
     def _best_overlap(self, row: Sequence[str], free: Mapping[int, set[str]]) -> int | None:
-        """The stored group that shares most of the parameters: fit for use without ``strict`` only."""
+        """The stored group that shares most of the parameters; usable only without ``strict``."""
         best = max(free, key=lambda j: len(free[j] & set(row)), default=None)
         if best is None or not free[best] & set(row):
             return None
@@ -160,7 +161,7 @@ class _Check:
     # --- state of the parameters -------------------------------------------------------------------------------------------
 
     def state(self) -> None:
-        """Note the writes of the state; what the stored optimizer had no state for loses its own."""
+        """Note the writes of the state. A parameter for which the stored optimizer had no state loses its own."""
         parameters = {name: (parameter, group) for name, parameter, group in self._parameters()}
         stored_names = _all(self.stored_names)
         for name, entry in self.stored_state.items():
@@ -247,21 +248,21 @@ class _Check:
 
 
 def _goes_into(live: object, stored: object) -> bool:
-    """Whether a tensor of the state is written into the one that is there."""
+    """Whether a tensor of the state is written into the existing one."""
     if not isinstance(live, torch.Tensor) or not isinstance(stored, torch.Tensor):
         return False
     return (live.shape, live.dtype, live.layout) == (stored.shape, stored.dtype, stored.layout)
 
 
 def _lies_with(key: object, stored: object, parameter: torch.Tensor) -> bool:
-    """Whether an optimizer keeps this as its parameter lies: over the ranks, and each has its part of it. A counter all of them have."""
+    """Whether the optimizer lays this out over the ranks as its parameter, so that each rank has a part. All ranks have a counter whole."""
     if not is_spread(parameter) or not isinstance(stored, torch.Tensor):
         return False
     return stored.shape == parameter.shape and (key in _SHAPED or stored.dim() > 0)
 
 
 def _home(optimizer: Optimizer, group: Tree, key: object, parameter: torch.Tensor) -> torch.device:
-    """Where torch's optimizers keep a state tensor: counters on the CPU unless the step runs on the device as a whole."""
+    """Where torch's optimizers keep a state tensor: counters on the CPU, unless the whole step runs on the device."""
     if key == "step" and not isinstance(optimizer, ASGD) and not (group.get("capturable") or group.get("fused")):
         return torch.device("cpu")
     if key == "mu_product" and not group.get("capturable"):
@@ -270,7 +271,7 @@ def _home(optimizer: Optimizer, group: Tree, key: object, parameter: torch.Tenso
 
 
 def set_option(group: dict[str, Any], key: str, stored: Any) -> None:
-    """An option in the form that the group has it: a learning rate that is a tensor stays that tensor."""
+    """Set an option in the form that the group has: a learning rate that is a tensor stays that tensor."""
     live = group.get(key)
     if isinstance(live, torch.Tensor) and isinstance(stored, torch.Tensor | int | float):
         with torch.no_grad():

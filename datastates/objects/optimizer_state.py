@@ -1,6 +1,6 @@
 """An optimizer's state by the names of its parameters, as a plain tree.
 
-Torch numbers parameters by their order; names survive another order, a layer that was unfrozen, another wrapper.
+Torch numbers parameters by their order; names survive another order, an unfrozen layer, or another wrapper.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ Tree = Mapping[str, Any]
 
 class OptimizerState:
     """One tracked optimizer. As long as its parameters and the tensors of its state are the same objects, and names are found
-    in the same places, ``tree`` gives the very same ``state`` and names; the options of its groups are read every time."""
+    in the same places, ``tree`` returns the very same ``state`` and names; the options of its groups are read every time.
+    """
 
     __slots__ = ("_class", "_labels", "_names", "_seen", "_state", "_trees", "_zero", "optimizer")
 
@@ -45,7 +46,7 @@ class OptimizerState:
     def tree(self, names: Callable[[], Names], trees: Seen, labels: object) -> dict[str, object]:
         """The result of ``optimizer_tree``; do not change ``state`` and ``params`` in it.
 
-        ``names()`` is asked when parameters are others, or when what names are taken from is: ``trees`` and ``labels``.
+        ``names()`` is called when the parameters change, or when the sources of names (``trees`` and ``labels``) change.
         """
         if self._zero is not None:
             self._names = names()
@@ -71,7 +72,9 @@ class OptimizerState:
 
 
 def _look(optimizer: Optimizer) -> Seen | None:
-    """Every parameter and every entry of the state by name and object; None when they do not say all: a number, or a list, may change."""
+    """Every parameter and every entry of the state by name and object; None if these do not say all, because a number or a list may
+    change.
+    """
     state, groups = optimizer.state, optimizer.param_groups
     entries = list(state.values())
     if not is_plain(optimizer) or not _DICT.issuperset(map(type, entries)):
@@ -91,8 +94,8 @@ _VALUES = operator.methodcaller("values")
 def optimizer_tree(optimizer: Optimizer, names: Names) -> dict[str, object]:
     """``{"state": {name: {...}}, "param_groups": [{..., "params": [name, ...]}], CLASS: "torch.optim.Adam"}`` with the live tensors.
 
-    State of a parameter that is in no group any more is left out. An optimizer with a ``state_dict`` of its own is asked for
-    that, and the numbers in it are replaced by names if it has torch's form.
+    The state of a parameter that is in no group any more is left out. An optimizer with a ``state_dict`` of its own is asked for
+    it, and the numbers in it are replaced by names if it has torch's form.
     """
     if not is_plain(optimizer):
         return {**_named(optimizer.state_dict(), names), CLASS: class_of(optimizer)}
@@ -127,7 +130,7 @@ def is_plain(optimizer: Optimizer) -> bool:
 
 
 def numbered(optimizer: Optimizer, names: Names, stored: Tree) -> dict[str, Any]:
-    """A stored tree as the optimizer's own ``load_state_dict`` takes it; shares no memory with ``stored``."""
+    """A stored tree in the form that the optimizer's own ``load_state_dict`` takes; shares no memory with ``stored``."""
     tree: dict[str, Any] = own({key: value for key, value in stored.items() if key != CLASS})
     form = Optimizer.state_dict(optimizer) if is_zero(optimizer) else optimizer.state_dict()  # the former's own asks all ranks first
     number_of = _numbers_by_name(form, names)
@@ -150,7 +153,7 @@ def _named(state: dict[str, Any], names: Names) -> dict[str, object]:
 
 
 def _numbers_by_name(state: Tree, names: Names) -> dict[str, Any] | None:
-    """The number of each parameter in a ``state_dict``; None if it is not of torch's form."""
+    """The number of each parameter in a ``state_dict``; None if it does not have torch's form."""
     groups = state.get("param_groups")
     if not isinstance(groups, list) or not isinstance(state.get("state"), dict) or len(groups) != len(names):
         return None

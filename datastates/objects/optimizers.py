@@ -1,4 +1,4 @@
-"""Optimizers as scripts have them: torch's own, classes made from them, and wrappers that never called ``Optimizer.__init__``."""
+"""The kinds of optimizers in scripts: torch's own, classes made from them, and wrappers that never called ``Optimizer.__init__``."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from datastates.errors import InvalidInput
 __all__ = ["CLASS", "bare", "check_optimizer_form", "class_of", "has_hooks", "is_zero", "with_inner"]
 
 CLASS = "optimizer_class"
-"""Under which name an optimizer's tree says by what it was made."""
+"""The name under which an optimizer's tree records the class that made it."""
 
 
 _ZERO = "torch.distributed.optim.zero_redundancy_optimizer"
-"""Looked up among what is already imported: what nobody imported nobody has made."""
+"""Looked up among what is already imported: an object of a class that nobody imported cannot exist."""
 
 
 def is_zero(optimizer: object) -> bool:
-    """Whether each rank keeps a part of its state: a ``ZeroRedundancyOptimizer``."""
+    """Whether each rank keeps a part of its state: it is a ``ZeroRedundancyOptimizer``."""
     kind = getattr(sys.modules.get(_ZERO), "ZeroRedundancyOptimizer", None)
     return kind is not None and isinstance(optimizer, kind)
 
@@ -32,7 +32,7 @@ def has_hooks(optimizer: Optimizer) -> bool:
 
 
 def with_inner(optimizer: Optimizer) -> Iterator[Optimizer]:
-    """The optimizer, and those that it keeps as its attributes."""
+    """The optimizer, and the optimizers among its attributes."""
     found = [optimizer]
     for each in found:
         yield each
@@ -40,7 +40,9 @@ def with_inner(optimizer: Optimizer) -> Iterator[Optimizer]:
 
 
 def bare(optimizer: Optimizer) -> Optimizer:
-    """The optimizer whose state it is: a wrapper that only passes through the state of another (Accelerate's, say) stands for that one."""
+    """The optimizer that owns the state: a wrapper that only passes on the state of another (Accelerate's, for example) stands for that
+    one.
+    """
     if not has_hooks(optimizer):
         for inner in with_inner(optimizer):
             if inner is not optimizer and _is_of(inner, optimizer):
@@ -49,7 +51,7 @@ def bare(optimizer: Optimizer) -> Optimizer:
 
 
 def class_of(optimizer: Optimizer) -> str:
-    """The class of the state: torch's class if the optimizer derives from it, else its own name, with what it wraps."""
+    """The class of the state: torch's class if the optimizer derives from one, else its own name, with the class that it wraps."""
     optimizer = bare(optimizer)
     if is_zero(optimizer):
         return class_of(vars(optimizer)["optim"])

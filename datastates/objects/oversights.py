@@ -1,4 +1,4 @@
-"""Mistakes that a script most likely makes: refused where they are certain, otherwise reported once."""
+"""Likely mistakes of a script: refused if they are certain, otherwise reported once."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ __all__ = ["Oversights", "refuse_misspelt"]
 _logger = logging.getLogger(__name__)
 
 _IDLE = 3
-"""So many captures in a row must find an optimizer idle while its parameters change."""
+"""How many captures in a row must find an optimizer idle while its parameters change."""
 
 _OFTEN = 64
-"""Buffers are looked at by each of the first captures, and then by each of so many: there may be hundreds."""
+"""Buffers are checked at each of the first captures, and then at every one in this many: there may be hundreds."""
 
 
 def refuse_misspelt(given: Iterable[str], options: Collection[str]) -> None:
@@ -40,7 +40,7 @@ def refuse_misspelt(given: Iterable[str], options: Collection[str]) -> None:
 
 
 class Oversights:
-    """Looks at what is tracked, at every capture; costs microseconds."""
+    """Checks what is tracked at every capture; costs microseconds."""
 
     def __init__(self, objects: Mapping[str, object], outlook: Mapping[str, object], has_stepped: Callable[[Optimizer], bool]) -> None:
         self._has_stepped = has_stepped
@@ -55,7 +55,7 @@ class Oversights:
         self._warn_of_empty([name for name in empty if name in objects and _keeps_something(objects[name])])
 
     def look(self) -> None:
-        """Say what is seen now for the first time."""
+        """Report what is seen now for the first time."""
         self._looks += 1
         if self._buffers and (self._looks < _OFTEN or not self._looks % _OFTEN):
             self._look_at_buffers()
@@ -101,7 +101,7 @@ class Oversights:
                 )
 
     def _is_shared(self, optimizer: Optimizer, stepped: Mapping[int, bool]) -> bool:
-        """Whether another tracked optimizer trains its parameters."""
+        """Whether another tracked optimizer trains the same parameters."""
         mine = {id(parameter) for parameter in _parameters(optimizer)}
         others = [other for _, other in self._optimizers if stepped[id(other)]]
         return any(id(parameter) in mine for other in others for parameter in _parameters(other))
@@ -118,14 +118,14 @@ def _parameters(optimizer: Optimizer) -> Iterator[torch.Tensor]:
 
 
 def _left_out(path: str, module: nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:
-    """The buffers that ``state_dict`` leaves out: name, where it stands, and its key there."""
+    """The buffers that ``state_dict`` leaves out: each one's name, where it is, and its key there."""
     for where, part in module.named_modules():
         for name in part._non_persistent_buffers_set:
             yield f"{path}/{where}.{name}" if where else f"{path}/{name}", part._buffers, name
 
 
 def _metrics(path: str, module: nn.Module) -> Iterator[str]:
-    """The metrics, as torchmetrics makes them, whose state is not in their ``state_dict``."""
+    """The metrics, of torchmetrics' kind, whose state is not in their ``state_dict``."""
     for where, part in module.named_modules():
         persistent = part.__dict__.get("_persistent")
         if part.__dict__.get("_defaults") and isinstance(persistent, dict) and not all(persistent.values()):
@@ -133,5 +133,5 @@ def _metrics(path: str, module: nn.Module) -> Iterator[str]:
 
 
 def _stamp(tensor: torch.Tensor | None) -> object:
-    """Another one once the tensor was replaced or changed in place, as far as torch counts that."""
+    """A value that differs once the tensor was replaced or changed in place, as far as torch counts that."""
     return None if tensor is None else (id(tensor), None if is_lazy(tensor) or tensor.is_inference() else tensor._version)

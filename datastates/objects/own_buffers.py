@@ -1,6 +1,7 @@
-"""Buffers that each rank has of its own, such as the running statistics of a batch norm: one tensor a rank holds those of all models.
+"""Buffers that differ from rank to rank, such as the running statistics of a batch norm: one tensor for each rank holds those of all
+models.
 
-A model's tree has them too, as the first rank that holds them does: whoever restores elsewhere needs no more.
+A model's tree has them too, with the values of the first rank that holds them: a restore elsewhere needs no more.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ OWN_BUFFERS = "own_buffers"
 """The top-level name: ``bytes`` are those of each rank, ``places`` say whose they are and where each begins."""
 
 MOST_BYTES = 64 << 10
-"""A larger buffer is no statistic, but a mask or a table: those are equal, and stored once."""
+"""A larger buffer is not a statistic but a mask or a table: those are equal on all ranks, and stored once."""
 
 _ALIGNED = 16
 
 
 class OwnBuffers:
-    """The buffers of this rank of ``size``, gathered at each capture, on the training thread; rank 0 says once that there are some."""
+    """The buffers of this rank of ``size``, gathered at each capture on the training thread. Rank 0 logs once that there are some."""
 
     def __init__(self, rank: int, size: int) -> None:
         self._rank, self._size = rank, size
@@ -36,7 +37,7 @@ class OwnBuffers:
         self._tree: dict[str, object] = {}
 
     def tree(self, models: Iterable[tuple[str, Mapping[str, object]]]) -> dict[str, object]:
-        """What a state holds of them, as they are now; empty where the models, given by path as their trees, have none."""
+        """The buffers as a state holds them, as they are now; empty if the models, given by path as their trees, have none."""
         found = [(path, name, buffer) for path, tree in models for name, buffer in _buffers(tree)]
         if not found:
             return {}
@@ -62,13 +63,13 @@ class OwnBuffers:
 
 
 def part_of(path: str) -> int | None:
-    """Of which rank a stored tensor is, by its path; None if it is no such tensor."""
+    """The rank to which a stored tensor belongs, by its path; None if it is not such a tensor."""
     start = f"{OWN_BUFFERS}/bytes/"
     return int(path.removeprefix(start)) if path.startswith(start) else None
 
 
 def put_back(tree: dict[str, Any], rank: int | None) -> None:
-    """Take the buffers of all ranks out of a stored tree; those of ``rank``, if any, take the place of what the models in it have."""
+    """Take the buffers of all ranks out of a stored tree; those of ``rank``, if any, replace the ones that its models have."""
     kept = tree.pop(OWN_BUFFERS, None)
     mine = kept["bytes"][rank] if kept and rank is not None else None
     if kept is None or mine is None:

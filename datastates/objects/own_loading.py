@@ -1,4 +1,4 @@
-"""Parts of a model that load their state in a way of their own, as observers and quantized layers do: what they take, and may keep."""
+"""Parts of a model that load their state in a way of their own, as observers and quantized layers do: what they accept, and may keep."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ __all__ = ["OwnLoading", "loads_plainly", "only_waits"]
 
 
 class OwnLoading:
-    """The parts of a module that load in their own way, the outermost of them, by canonical name.
+    """The outermost parts of a module that load in their own way, by canonical name.
 
-    Such a part may take what does not look like what it has: other shapes, values that are no tensors. It says so by loading it, into a
-    copy of itself. And it may keep what it is given, instead of copying it.
+    Such a part may accept entries that do not look like its own: other shapes, values that are not tensors. To find out, the entries are
+    loaded into a copy of the part. The part may also keep what it is given, instead of copying it.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -35,11 +35,11 @@ class OwnLoading:
         return bool(self._parts)
 
     def part_of(self, name: str) -> str | None:
-        """The part that loads the entry ``name``, or the part of that name; None where torch does."""
+        """The part that loads the entry ``name``, or the part of that name; None if torch loads it."""
         return next((part for part in self._parts if not part or name == part or name.startswith(part + ".")), None)
 
     def takes(self, part: str, stored: Mapping[str, Any]) -> bool:
-        """Whether a part takes the entries of its own in the state of the whole module. Nothing of it is changed, or kept."""
+        """Whether a part accepts its own entries in the state of the whole module. Nothing of the part is changed, and nothing is kept."""
         start = f"{part}." if part else ""
         mine = OrderedDict((name.removeprefix(start), own(value)) for name, value in stored.items() if self.part_of(name) == part)
         metadata = getattr(stored, "_metadata", None)
@@ -50,7 +50,7 @@ class OwnLoading:
             )
         try:
             deepcopy(self._parts[part]).load_state_dict(mine, strict=False)
-        except Exception:  # whatever it says, it does not take it
+        except Exception:  # whatever it raises, it does not accept them
             return False
         return True
 
@@ -67,5 +67,5 @@ def loads_plainly(part: nn.Module) -> bool:
 
 
 def only_waits(hook: object) -> bool:
-    """Whether a hook on loading is a fence's: it waits for copies, and leaves alone what is loaded."""
+    """Whether a hook on loading is a fence's: it waits for copies, and leaves what is loaded alone."""
     return bool(getattr(getattr(hook, "hook", hook), "only_waits", False))

@@ -1,4 +1,4 @@
-"""What each rank of a job has for itself: where its random numbers come from, and its place in the data."""
+"""What each rank of a job has for itself: the state of its random numbers, and its place in the data."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def is_own(found: object) -> bool:
         return False
     if isinstance(found, RngState | DataLoader | Sampler) or is_generator(found) or is_prepared(found):
         return True
-    return isinstance(found, Iterable) and callable(getattr(found, "state_dict", None))  # somebody's own loader
+    return isinstance(found, Iterable) and callable(getattr(found, "state_dict", None))  # a user's own loader
 
 
 def owned(tree: dict[str, object], names: Collection[str]) -> dict[str, object]:
-    """The tree of a state in which what has one of these names is this rank's own."""
+    """The tree of a state in which the parts with these names are this rank's own."""
     return {name: Owned(child) if name in names and type(child) is not Owned else child for name, child in tree.items()}

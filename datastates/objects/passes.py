@@ -26,18 +26,18 @@ __all__ = ["Pass", "is_ordered_by_epoch", "keeping_generators", "parts_of", "set
 _logger = logging.getLogger(__name__)
 
 _WITHIN = ("sampler", "batch_sampler", "iterable", "dataloader", "_dataloader")
-"""Where loaders, and what wraps them (tqdm, Lightning's Fabric), keep what they draw from."""
+"""The attributes in which loaders, and their wrappers (tqdm, Lightning's Fabric), keep what they draw from."""
 
 
 class _Kind(Enum):
     KEEPS = auto()  # something tracked knows the place
-    AHEAD = auto()  # a tracked sampler knows what was fetched, by workers or ahead of time: it is told what was handed out
-    REPLAYED = auto()  # begun again from the same random numbers, and what was handed out is dropped
-    ONCE = auto()  # an iterator: nobody knows where it is
+    AHEAD = auto()  # a tracked sampler knows what workers, or a loader reading ahead, have fetched: it is told what was handed out
+    REPLAYED = auto()  # begun again from the same random numbers, and the batches that were handed out are dropped
+    ONCE = auto()  # an iterator: its place cannot be known
 
 
 _LOOKS = 16
-"""So many batches of a pass are looked at: does reading ahead draw random numbers? It costs a quarter of a millisecond each time."""
+"""How many batches of a pass are checked for random numbers drawn by reading ahead; each check costs a quarter of a millisecond."""
 
 _BEGUN_AGAIN = (_Kind.REPLAYED, _Kind.AHEAD)
 
@@ -46,7 +46,7 @@ class Pass:
     """One iteration over ``source``, from ``place`` on if one is given; ``place`` then says how far it has come.
 
     A DataLoader draws the seed of its workers from torch's generator when its iterator is made. A pass that goes on had done so before
-    its state was taken: whatever is drawn until the place is reached is put back.
+    its state was taken: the generators are put back to where they were before anything is drawn on the way to the place.
     """
 
     def __init__(self, source: Iterable[Any], is_tracked: Callable[[object], bool], tracked: Iterable[object]) -> None:
@@ -88,7 +88,7 @@ class Pass:
 
     @property
     def left_behind(self) -> dict[str, object]:
-        """The untracked things on which the next pass over the same source depends: its own generators and samplers; usually nothing."""
+        """The untracked state on which the next pass over the same source depends: its own generators and samplers; usually nothing."""
         marks: dict[str, object] = {"marks": self._marks()} if self._marks() else {}
         if self._is_prepared_keeper:
             return {**marks, "generators": own} if (own := self._own_generators()) else marks
@@ -106,7 +106,9 @@ class Pass:
             self._put_generators(left_behind)
 
     def begin(self, epoch: int | None, *, drop: bool = False) -> Iterator[Any]:
-        """The batches of a new pass; ``epoch`` is told to samplers that ask for it. ``drop``: not the rest of one that was left."""
+        """The batches of a new pass; samplers that ask for it are told ``epoch``. ``drop``: do not take the rest of a pass that was
+        left.
+        """
         self.batches, self.is_over, self.is_left = 0, False, True
         self._before_ahead, self._has_drawn_order = None, False
         if epoch is not None:
@@ -152,7 +154,7 @@ class Pass:
         return self._counted(iterator)
 
     def _divided(self, place: Mapping[str, Any], epoch: int | None) -> Iterator[Any] | None:
-        """The batches after the place of another number of processes: this one's share of what they had not had."""
+        """The batches after the place of another number of processes: this one's share of what those had not had."""
         replicas, length = int(place["replicas"]), place.get("length")
         if length is not None and self.batches >= length:
             return None
@@ -177,18 +179,20 @@ class Pass:
         return self._counted(self._replay(place) if self._kind is _Kind.REPLAYED else self._skipped())
 
     def watch(self, batches: int = 0) -> None:
-        """Somebody else is about to iterate over the source: ``place`` leads back to here. Whoever looks on counts the ``batches``."""
+        """Note that other code is about to iterate over the source: ``place`` leads back to here. That code's observer counts the
+        ``batches``.
+        """
         self.batches, self.is_over, self.is_left = batches, False, True
         self._begin = self._snapshot()
 
     def leave(self) -> None:
-        """The loop over this pass ended, or was left: maybe at the end of the interpreter, when no module has its globals any more."""
+        """End the loop over this pass, or leave it: maybe at the end of the interpreter, when no module has its globals any more."""
         self.is_over = True
         if self._told is not None:
             self._told.let_go(is_over=not self.is_left)
 
     def is_same(self, other: Pass) -> bool:
-        """Whether both are over the same source."""
+        """Whether both passes are over the same source."""
         return self._source is other._source
 
     @property
@@ -204,7 +208,7 @@ class Pass:
 
     @property
     def _is_prepared_keeper(self) -> bool:
-        """Whether the source is a prepared loader that keeps its place, but for what only its sampler knows."""
+        """Whether the source is a prepared loader that keeps its place, except for what only its sampler knows."""
         return self._kind is _Kind.KEEPS and self._prepared is not None and is_stateful(self._prepared)
 
     def _counted(self, iterator: Iterator[Any]) -> Iterator[Any]:
@@ -215,7 +219,8 @@ class Pass:
         self.is_left = False
 
     def _watched(self, iterator: Iterator[Any]) -> Iterator[Any]:
-        """The batches of a loader that reads one ahead; if that draws random numbers, the next is to be read after the same ones again.
+        """The batches of a loader that reads one ahead; if that draws random numbers, a resume must read the next one after the same
+        numbers.
 
         With the first batch the loader draws the order.
         """
@@ -252,7 +257,7 @@ class Pass:
         return iter(self._source)
 
     def _resumed(self) -> Iterator[Any]:
-        """What is left of a prepared loader at its place: its sampler has to draw the order that it drew when the pass began."""
+        """The rest of a prepared loader's pass from its place; its sampler has to draw the order that it drew when the pass began."""
         with keeping_generators(self._tracked):
             RngState().load_state_dict(self._begin["rng"])
             self._put_generators(self._begin)
@@ -305,7 +310,7 @@ class Pass:
             load_generator(found, state)
 
     def _is_order_as_begun(self) -> bool:
-        """Whether the sampler still has the order, and the share of it, that the pass was begun with: a guard may have had it changed."""
+        """Whether the sampler still has the order, and the share of it, with which the pass began: a guard may have changed it."""
         states = self._begin.get("samplers", {})
         begun = next((states[i] for i, part in enumerate(self._parts) if part is self._sampler and i in states), None)
         if begun is None or self._sampler is None:
@@ -330,7 +335,7 @@ class Pass:
                 put_mark(self._parts[i], mark)
 
     def _count_pass(self) -> None:
-        """A pass that was over when its state was taken ends once more."""
+        """End a pass once more that was over when its state was taken."""
         self._put_marks(self._begin)
         for part in self._parts:
             count_pass(part)
@@ -376,7 +381,9 @@ class Pass:
 
 
 def set_epoch(part: Any, epoch: int) -> None:
-    """Tell a sampler, or whatever asks for it as DistributedSampler does, which epoch begins; a PermutationSampler never goes back."""
+    """Tell a sampler, or any object with ``set_epoch`` like DistributedSampler, which epoch begins; a PermutationSampler never goes
+    back.
+    """
     if isinstance(part, PermutationSampler):
         part.set_epoch(max(epoch, part.epoch))
     elif callable(getattr(part, "set_epoch", None)):
@@ -385,7 +392,7 @@ def set_epoch(part: Any, epoch: int) -> None:
 
 @contextmanager
 def keeping_generators(tracked: Iterable[object]) -> Iterator[None]:
-    """Put the global generators, and those that are tracked, back to where they are now."""
+    """Put the global generators, and those that are tracked, back at the end of the block to where they are now."""
     rng = RngState()
     state = rng.state_dict()
     states = [(found, state_of(found)) for found in tracked if is_generator(found)]
@@ -398,7 +405,7 @@ def keeping_generators(tracked: Iterable[object]) -> Iterator[None]:
 
 
 def parts_of(source: object) -> list[Any]:
-    """``source``, and what it draws from."""
+    """``source``, and everything that it draws from."""
     found: list[Any] = [source]
     for part in found:
         for child in (sampler_of(part) if name == "sampler" and is_prepared(part) else getattr(part, name, None) for name in _WITHIN):
@@ -409,7 +416,7 @@ def parts_of(source: object) -> list[Any]:
 
 
 def is_ordered_by_epoch(loader: object) -> bool:
-    """Whether it is torchdata's loader of a ``DistributedSampler``: epoch and number of ranks alone decide what each batch is."""
+    """Whether it is torchdata's loader of a ``DistributedSampler``: only the epoch and the number of ranks decide what each batch is."""
     if not isinstance(loader, DataLoader) or not _is_of_torchdata(loader):
         return False
     return any(isinstance(part, DistributedSampler) for part in parts_of(loader))

@@ -1,7 +1,7 @@
-"""Where the elements of a tensor lie, over all ranks of a job: worked out by each rank for all of them, without a message.
+"""Where the elements of a tensor lie, over all ranks of a job: each rank computes it for all of them, without a message.
 
-A plain tensor lies whole with every rank. A DTensor says its mesh and placements, and these say the boxes of every rank. A mesh that is a
-slice of a larger one has siblings, whose ranks hold the same tensor, if they are of this training. A tensor that was given to some ranks
+Every rank holds a plain tensor whole. A DTensor has a mesh and placements, which determine the boxes of every rank. A mesh that is a
+slice of a larger one has siblings, whose ranks hold the same tensor if they belong to this training. A tensor that was given to some ranks
 only (``ZeroRedundancyOptimizer`` gives each the optimizer state of its own parameters) says to which: see ``content/spread``.
 """
 
@@ -22,16 +22,16 @@ from datastates.errors import Unsupported
 __all__ = ["boxes_of_mesh", "give", "holdings_of", "is_spread", "local_of", "owners_of", "stand_in"]
 
 Cut = tuple[int, int]
-"""A placement: the dimension that it cuts, -1 for none, and into how many pieces that is cut first (1 but for ``_StridedShard``)."""
+"""A placement: the dimension that it cuts (-1: none), and into how many pieces that is cut first (1 except for ``_StridedShard``)."""
 
 _Pieces = tuple[tuple[int, int], ...]
 """Intervals (start, length) along a dimension of the whole tensor, in the order in which they lie in the local one."""
 
 
 def holdings_of(tensor: torch.Tensor, size: int, members: Sequence[int] | None = None) -> Sequence[Holding]:
-    """The boxes of a tensor in the memory of all ``size`` ranks; they tile it. ``members`` are the numbers that meshes have for these.
+    """The boxes of a tensor in the memory of all ``size`` ranks; they tile it. ``members`` are the numbers that meshes use for these ranks.
 
-    :raises Unsupported: it is a DTensor that no rank has a value of (Partial), or of a placement that is not known, or with other ranks.
+    :raises Unsupported: it is a DTensor of which no rank has the values (Partial), or with an unknown placement, or with other ranks.
     """
     item, shape = tensor.element_size(), tuple(tensor.shape)
     if not is_spread(tensor):
@@ -39,7 +39,7 @@ def holdings_of(tensor: torch.Tensor, size: int, members: Sequence[int] | None =
         return (Holding(shape, dense_strides(shape, tensor.stride()), item, (0,) * len(shape), shape, owners),)
     spread: Any = tensor  # a DTensor
     strides = dense_strides(shape, tensor.stride())
-    if 0 in strides:  # of an expanded tensor, every element may lie with another rank
+    if 0 in strides:  # the elements of an expanded tensor may lie with different ranks
         strides = dense_strides(shape, torch.empty(shape, device="meta").stride())
     ranks = _ranks_of(spread.device_mesh)
     if members is not None:
@@ -73,7 +73,7 @@ def boxes_of_mesh(
 
 
 def _pieces_at(shape: tuple[int, ...], mesh: tuple[int, ...], coordinate: Sequence[int], cuts: Sequence[Cut]) -> tuple[_Pieces, ...]:
-    """What the rank at a coordinate of the mesh holds, by dimension: mesh dimensions cut one after the other."""
+    """What the rank at a coordinate of the mesh holds, by dimension: the mesh dimensions cut one after the other."""
     pieces: list[_Pieces] = [((0, size),) for size in shape]
     for index, count, (dim, factor) in zip(coordinate, mesh, cuts, strict=True):
         if dim < 0:
@@ -84,7 +84,7 @@ def _pieces_at(shape: tuple[int, ...], mesh: tuple[int, ...], coordinate: Sequen
 
 
 def _chunk(pieces: _Pieces, count: int, index: int) -> _Pieces:
-    """The chunk of that index of ``count``, as ``torch.chunk`` cuts."""
+    """The chunk with that index out of ``count``, as ``torch.chunk`` cuts."""
     total = sum(length for _, length in pieces)
     each = -(-total // count)
     begin, end = index * each, min(total, (index + 1) * each)
@@ -108,14 +108,14 @@ def _merged(pieces: list[tuple[int, int]]) -> _Pieces:
 
 
 def _ranks_of(mesh: Any) -> torch.Tensor:
-    """The ranks of a mesh, and of the siblings that were sliced from the same one: a dimension for these, and those of the mesh."""
+    """The ranks of a mesh, and of the siblings sliced from the same mesh: the first dimension counts these, the others are the mesh's."""
     layout, everyone = getattr(mesh, "_layout", None), getattr(mesh, "_rank_map", None)
     ranks: torch.Tensor = mesh.mesh[None] if layout is None or everyone is None else layout.remap_to_tensor(everyone)
     return ranks
 
 
 def _renumbered(ranks: torch.Tensor, members: Sequence[int]) -> torch.Tensor:
-    """The mesh and its siblings by the ranks of a group. A sibling of which none is in it is of another training, such as another stage."""
+    """The mesh and its siblings by the ranks of a group. A sibling with no rank in it is of another training, such as another stage."""
     number = {member: rank for rank, member in enumerate(members)}
     meshes = [mesh for mesh in ranks.flatten(1).tolist() if any(rank in number for rank in mesh)]
     strange = next((mesh for mesh in meshes if any(rank not in number for rank in mesh)), None)

@@ -1,8 +1,8 @@
 """Loaders, samplers, schedulers and optimizers as Accelerate prepares them: what they wrap, and what only they know of their place.
 
-A prepared loader passes for a ``DataLoader`` (``isinstance`` says so) and has a ``state_dict`` even where there is nothing behind it. It
+A prepared loader passes for a ``DataLoader`` (``isinstance`` says so) and has a ``state_dict`` even if there is nothing behind it. It
 reads one batch ahead of the one that it hands out. It counts the passes that were made, and tells its sampler that count when a pass
-begins; neither the count nor the seed of the sampler is in any state of Accelerate's own.
+begins; no state of Accelerate's own has the count or the seed of the sampler.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 _HOME = "accelerate.data_loader"
-"""Looked up among what is already imported: importing it takes seconds, and what nobody imported nobody has made."""
+"""Looked up among what is already imported: importing it takes seconds, and an object of a class that nobody imported cannot exist."""
 
 _FINISHED = "_iterator_finished"
 
@@ -51,7 +51,9 @@ def is_stateful(found: Any) -> bool:
 
 
 def sampler_of(found: Any) -> object:
-    """The sampler of a prepared loader, where a bare one has it: Accelerate gives the loader that it makes the batches' sampler only."""
+    """The sampler of a prepared loader, where a bare loader has its own: Accelerate gives the loader that it makes only the batch
+    sampler.
+    """
     batches = found.batch_sampler
     while isinstance(inner := getattr(batches, "batch_sampler", None), BatchSampler):
         batches = inner
@@ -59,7 +61,7 @@ def sampler_of(found: Any) -> object:
 
 
 def state_of_loader(found: Any) -> dict[str, Any]:
-    """What the wrapped loader itself would say, had nothing been read ahead."""
+    """The state that the wrapped loader itself would have, if nothing had been read ahead."""
     state = {**found.state_dict()}
     if found.end_of_dataloader and any(each is found for each in found.gradient_state.dataloader_references):
         state[_FINISHED] = False  # the last batch was handed out, and the loop has yet to end
@@ -67,7 +69,7 @@ def state_of_loader(found: Any) -> dict[str, Any]:
 
 
 def load_loader(found: Any, state: Mapping[str, Any]) -> None:
-    """Put the wrapped loader where ``state`` was taken; the prepared one says that place from now on, not from its first batch on.
+    """Put the wrapped loader where ``state`` was taken; the prepared one reports that place from now on, not only from its first batch on.
 
     The iterator is made now, not when the loop begins: making it draws random numbers.
     """
@@ -77,7 +79,9 @@ def load_loader(found: Any, state: Mapping[str, Any]) -> None:
 
 
 def start_afresh(found: Any) -> None:
-    """Have the next pass make its iterator when it begins: the first was made when the loader was prepared, in an order of then."""
+    """Have the next pass make its iterator when it begins: the first iterator was made when the loader was prepared, in the order of
+    then.
+    """
     if getattr(found.base_dataloader, "_initial_iter_for_state_dict", False):
         found.base_dataloader.load_state_dict({})
 
@@ -88,21 +92,21 @@ def resume_afresh(found: Any) -> None:
 
 
 def mark_of(part: Any) -> dict[str, int] | None:
-    """What no state of a loader or sampler has, and the order of the coming passes depends on; None for those that have no such thing."""
+    """What no state of a loader or sampler has, but the order of the coming passes depends on; None if there is no such thing."""
     if reads_ahead(part):
         return {"iteration": part.iteration}
     return {"initial_seed": part.initial_seed, "epoch": part.epoch} if _is(part, "SeedableRandomSampler") else None
 
 
 def put_mark(part: Any, mark: Mapping[str, int]) -> None:
-    """Put back what ``mark_of`` said."""
+    """Put back what ``mark_of`` returned."""
     for name in mark_of(part) or ():
         if name in mark:
             setattr(part, name, mark[name])
 
 
 def count_pass(part: Any) -> None:
-    """Do what a pass does at its end."""
+    """Count what a pass counts at its end."""
     mark = mark_of(part) or {}
     put_mark(part, {name: number + 1 for name, number in mark.items() if name != "initial_seed"})
 
@@ -114,11 +118,11 @@ def bare_scheduler(found: Any) -> Any:
 
 
 def passes_on(found: object) -> bool:
-    """Whether ``found`` is Accelerate's wrapper of an optimizer, whose ``eval`` and ``train`` call those of what it wraps, if any."""
+    """Whether ``found`` is Accelerate's wrapper of an optimizer, whose ``eval`` and ``train`` call those of the wrapped one, if any."""
     kind = getattr(sys.modules.get("accelerate.optimizer"), "AcceleratedOptimizer", None)
     return kind is not None and isinstance(found, kind)
 
 
 def _is(found: object, name: str) -> bool:
     kind = getattr(sys.modules.get(_HOME), name, None)
-    return kind is not None and issubclass(type(found), kind)  # `isinstance` asks a prepared loader, which says that it is another
+    return kind is not None and issubclass(type(found), kind)  # `isinstance` asks a prepared loader, which claims to be another class

@@ -1,8 +1,8 @@
-"""What one rank had of its own, for a rank of a job of another size: random numbers drawn anew, the place in the data divided again.
+"""The own things of one rank, adapted for a rank of a job of another size: random numbers drawn anew, the place in the data divided again.
 
-Where a job has as many ranks as captured the state, each gets its own things back. Else all of them get those of rank 0: random numbers
-that are derived from its, and from the number of the rank, so that no two ranks draw the same ones; and its place in the data, which a
-``PermutationSampler`` and the loops know for all ranks together.
+If a job has as many ranks as captured the state, each gets its own things back. Otherwise all of them get those of rank 0: random numbers
+that are derived from rank 0's and from the number of the rank, so that no two ranks draw the same ones; and rank 0's place in the data,
+which a ``PermutationSampler`` and the loops know for all ranks together.
 """
 
 from __future__ import annotations
@@ -44,18 +44,18 @@ class Redivision:
 
     @property
     def source(self) -> int:
-        """The rank whose own things this one gets."""
+        """The rank whose own things this rank gets."""
         return self.rank if self.was == self.size else 0
 
     def reads(self, wants: Callable[[str], bool]) -> Callable[[str], bool]:
-        """Which tensors of a state are read for what is wanted: of what each rank had of its own that of this one, if it is put back."""
+        """Which tensors of a state have to be read for what is wanted: of the things that each rank had of its own, only this rank's."""
         mine = self.rank if 1 < self.was == self.size else None
         return lambda path: wants(path) if (rank := part_of(path)) is None else rank == mine
 
     def __call__(self, tree: Mapping[str, Any], objects: Mapping[str, object], wants: Callable[[str], bool]) -> dict[str, Any]:
-        """The stored tree of ``source``, as it goes into these objects; the models in it get the buffers of this rank.
+        """The stored tree of ``source``, in the form that goes into these objects; the models in it get the buffers of this rank.
 
-        :raises InvalidInput: something that is asked for knows its place in the data for one rank only.
+        :raises InvalidInput: an object that is asked for knows its place in the data for one rank only.
         """
         self.notes = []
         found = dict(tree)
@@ -103,7 +103,7 @@ def _keeps_its_place(live: object) -> bool:
 
 
 def _derived(stored: Mapping[str, Any], number: int) -> dict[str, Any]:
-    """A state of generators that is as far from the stored one as another seed, and always the same for a number."""
+    """A state of generators that is as far from the stored one as another seed is, and always the same for a number."""
     seeds = _Seeds(stored, number)
     if "generator" in stored:
         return {**stored, "state": _derived_state(str(stored["generator"]), stored["state"], seeds)}
@@ -137,18 +137,18 @@ def _cuda_state(seeds: _Seeds) -> bytes:
 
 
 class _Seeds:
-    """Seeds out of a state and a number, one after the other."""
+    """Seeds derived from a state and a number, one after the other."""
 
     def __init__(self, stored: Mapping[str, Any], number: int) -> None:
         self._hasher = blake3(encode_values([pack(dict(stored)), number]))
         self._count = 0
 
     def next(self) -> int:
-        """63 bits."""
+        """The next seed of 63 bits."""
         self._count += 1
         return int.from_bytes(self._hasher.digest(8, seek=64 * self._count), "little") >> 1
 
     def words(self) -> list[int]:
-        """256 bits."""
+        """The next 256 bits."""
         self._count += 1
         return [int(word) for word in np.frombuffer(self._hasher.digest(32, seek=64 * self._count), np.uint32)]

@@ -1,4 +1,4 @@
-"""The findings of a restore: the report that people read, and the notes that lead to it."""
+"""The findings of a restore: the report for people, and the notes from which it is made."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _SHOWN = 6
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """A leaf that both have and that does not fit: what the state holds and what the live object holds."""
+    """A leaf that both sides have and that does not fit: what the state holds and what the live object holds."""
 
     path: str
     state: str
@@ -52,10 +52,10 @@ class Mismatch:
 class RestoreReport:
     """The result of a restore, by path. ``bool(report)`` says whether everything that was asked for was restored as it is.
 
-    ``missing``: the objects have it and the state does not; ``unexpected``: the other way round; ``mismatched`` fits neither in
+    ``missing``: the objects have it and the state does not; ``unexpected``: the reverse; ``mismatched`` fits neither in
     shape nor by conversion; ``converted`` was restored in the object's own dtype; ``skipped`` was not asked for. ``values``
     are those that no restore can change in the caller (numbers, text, tuples): by name, for the caller to take over. ``notes`` say what
-    another number of ranks than captured the state begins anew: random numbers, the place in the data.
+    begins anew because another number of ranks captured the state: random numbers, the place in the data.
     """
 
     restored: tuple[str, ...] = ()
@@ -71,7 +71,7 @@ class RestoreReport:
         return not (self.missing or self.unexpected or self.mismatched)
 
     def summary(self) -> str:
-        """One line of counts."""
+        """The counts in one line."""
         names = ("missing", "unexpected", "mismatched", "converted", "skipped")
         counts = [f"{len(getattr(self, name))} {name}" for name in names if getattr(self, name)]
         return ", ".join([f"restored {len(self.restored)} leaves", *counts])
@@ -84,9 +84,9 @@ class RestoreReport:
 
 
 class Selection:
-    """The paths that are asked for: by name, by what they are under, or by a pattern over the whole path.
+    """The paths that are asked for: by name, by a name above them, or by a pattern over the whole path.
 
-    What was tracked under a name that paths escape (``net/1`` is ``net%2F1`` there) is asked for by either.
+    An object that was tracked under a name that paths escape (``net/1`` is ``net%2F1`` there) can be asked for by either.
     """
 
     def __init__(self, only: str | Sequence[str] | None) -> None:
@@ -102,12 +102,12 @@ class Selection:
         return bool(hits)
 
     def wants_some(self, path: str, paths: Iterable[str]) -> bool:
-        """Whether ``path`` or one of ``paths``, which are under it, is asked for."""
+        """Whether ``path`` or one of ``paths`` below it is asked for."""
         wanted = [p for p in paths if self.wants(p)]
         return self.wants(path) or bool(wanted)
 
     def names(self, name: str) -> bool:
-        """Whether a pattern speaks of the top-level object ``name``."""
+        """Whether a pattern refers to the top-level object ``name``."""
         return self.patterns is None or any(fnmatchcase(name, p.split("/", 1)[0]) or name == join("", p) for p in self.patterns)
 
     def refuse_unused(self, known: Iterable[str]) -> None:
@@ -135,7 +135,7 @@ class Selection:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Target:
-    """A live tensor that a stored one will be written into, whole. ``is_as_stored``: nothing but its elements, as they are."""
+    """A live tensor into which a stored one will be written, whole. ``is_as_stored``: only its elements are written, as they are."""
 
     path: str
     stored: torch.Tensor
@@ -145,16 +145,16 @@ class Target:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Handed:
-    """Stands for a stored value that will be handed over once the writes are done: no value is read before."""
+    """Stands for a stored value that will be handed over once the writes are done; no value is read before."""
 
     value: object
     device: torch.device | None = None
 
 
 class Findings:
-    """The findings of a check so far, and the writes that follow if it is allowed to go on. Nothing is written before.
+    """The findings of a check so far, and the writes that follow if it succeeds. Nothing is written before.
 
-    Without ``has_values`` the stored tensors are there by shape and dtype only, and the check looks at nothing else. ``owned`` are ids
+    Without ``has_values`` the stored tensors are known only by shape and dtype, and the check looks at nothing else. ``owned`` are ids
     of stored tensors whose memory nobody else needs: they are handed over themselves instead of a copy.
     """
 
@@ -181,12 +181,12 @@ class Findings:
             self.targets.append(Target(path, stored, live, is_as_stored and stored.dtype == live.dtype))
 
     def made_like(self, stored: object, live: torch.Tensor) -> None:
-        """Note that a write will make a tensor of ``stored`` that lies as ``live``, a DTensor, does."""
+        """Note that a write will make a tensor from ``stored`` that is laid out as ``live``, a DTensor, is."""
         if isinstance(stored, torch.Tensor):
             self.likes.append((stored, live))
 
     def own(self, value: Any, device: torch.device | None = None) -> Any:
-        """A value to hand over: ``own``'s copy, except of tensors whose memory is ours to give."""
+        """A value to hand over: ``own``'s copy, except for tensors whose memory is ours to give away."""
         return own(value, device, self._owned)
 
     def handed(self, placed: Any) -> Any:
@@ -200,7 +200,7 @@ class Findings:
 
     @property
     def kept(self) -> frozenset[int]:
-        """Ids of those owned tensors that were not handed over."""
+        """The ids of owned tensors that were not handed over."""
         return frozenset(self._owned)
 
     def wants(self, path: str) -> bool:
@@ -211,9 +211,9 @@ class Findings:
         return False
 
     def is_wanted_whole(self, path: str, leaves: Sequence[str]) -> bool:
-        """Whether something that restores itself in one go is asked for; notes it as skipped if not.
+        """Whether an object that restores itself in one go is asked for; notes it as skipped if not.
 
-        :raises InvalidInput: a part of it is asked for.
+        :raises InvalidInput: only a part of it is asked for.
         """
         wanted = [leaf for leaf in leaves if self.selection.wants(leaf)]
         if self.selection.wants(path) or (leaves and len(wanted) == len(leaves)):
@@ -228,7 +228,7 @@ class Findings:
     def fits(self, path: str, stored: object, live: object) -> bool:
         """Whether ``stored`` can be written into the tensor ``live``; notes what it found.
 
-        Another floating-point dtype of the same shape is a mismatch under ``strict`` and is converted without.
+        Another floating-point dtype of the same shape is a mismatch under ``strict``; otherwise it is converted.
         """
         if not isinstance(stored, torch.Tensor) or not isinstance(live, torch.Tensor) or stored.shape != live.shape or live.is_meta:
             self.mismatched.append(Mismatch(path, describe(stored), describe(live)))
@@ -243,7 +243,7 @@ class Findings:
     def refuse_misfits(self) -> None:
         """With ``strict``, refuse anything that does not fit.
 
-        :raises InvalidInput: lists the first few of each sort, with close names.
+        :raises InvalidInput: lists the first few of each kind, with close names.
         """
         if not self.is_strict or not (self.missing or self.unexpected or self.mismatched):
             return
@@ -297,7 +297,7 @@ def describe(value: object) -> str:
 def own(value: Any, device: torch.device | None = None, owned: set[int] | None = None) -> Any:
     """A copy that shares no memory with ``value``, which may lie in a file; tensors go to ``device`` if one is given.
 
-    A tensor whose id is in ``owned`` is the copy itself, once: the id is taken out.
+    A tensor whose id is in ``owned`` is itself used as the copy, once: its id is taken out.
     """
     if isinstance(value, torch.Tensor):
         if owned and id(value) in owned and device in (None, value.device):
@@ -322,7 +322,7 @@ def own(value: Any, device: torch.device | None = None, owned: set[int] | None =
 
 
 def write_tensor(live: torch.Tensor, stored: torch.Tensor) -> None:
-    """Overwrite ``live`` in place; what it repeats by a stride of 0 is written once, and of a DTensor what this rank has of it."""
+    """Overwrite ``live`` in place; elements repeated by a stride of 0 are written once, and of a DTensor only what this rank holds."""
     with torch.no_grad():
         if is_spread(live):
             write_local(live, stored)

@@ -1,4 +1,4 @@
-"""Putting a state's tree into live objects: first everything is checked, then everything is written, in place."""
+"""Restoring a state's tree into live objects: first everything is checked, then everything is written, in place."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ def restore_into(
     only: str | Sequence[str] | None = None,
     strict: bool = True,
 ) -> RestoreReport:
-    """Put ``tree``, as ``Adapted.tree`` made it, into ``objects``, and say what was restored.
+    """Put ``tree``, as ``Adapted.tree`` made it, into ``objects``; returns what was restored.
 
     Objects of the state that are not among ``objects`` are left out. ``only`` takes names and patterns of whole paths
-    (``"model"``, ``"model/layers.0.*"``). Modules and optimizers must fit by name, shape and dtype: with ``strict`` anything else is
-    refused before the first write; without it what fits is restored, and floating-point tensors are converted to the module's dtype.
-    Plain containers become what the state has: tensors of the same geometry in place, the rest replaced. Nothing that is handed
-    over shares memory with ``tree``.
+    (``"model"``, ``"model/layers.0.*"``). Modules and optimizers must fit by name, shape and dtype. With ``strict`` anything else is
+    refused before the first write; without it, what fits is restored, and floating-point tensors are converted to the module's dtype.
+    Plain containers become what the state has: tensors of the same geometry are overwritten in place, the rest is replaced. Nothing that is
+    handed over shares memory with ``tree``.
 
-    Objects that restore themselves are loaded first and one by one, as only they can fail; generators of random numbers last.
+    Objects that restore themselves are loaded first, one by one, because only they can fail; random number generators are loaded last.
 
     :raises InvalidInput: something does not fit, and nothing was changed; or an object's own ``load_state_dict`` failed, and the
         message says which objects had been changed by then.
@@ -65,9 +65,9 @@ def check_into(
 ) -> Findings:
     """The first half of ``restore_into``: nothing is written.
 
-    Without ``has_values`` the tensors of ``tree`` only say what they will be: their elements are not looked at, so that misfits are found
-    before the bytes are there. ``owned`` are ids of tensors in ``tree`` that ``write`` may hand over as they are. ``adapted`` are the
-    objects as an earlier check saw them: it makes this one cheap.
+    Without ``has_values`` the elements of the tensors in ``tree`` are not looked at, so that misfits are found before the bytes
+    are there. ``owned`` are ids of tensors in ``tree`` that ``write`` may hand over as they are. ``adapted`` are the
+    objects as an earlier check saw them, which makes this check cheap.
 
     :raises InvalidInput: something does not fit.
     """
@@ -82,8 +82,8 @@ def check_into(
 
 
 def write(findings: Findings) -> RestoreReport:
-    """The second half: do what ``check_into`` noted."""
-    # What is made here, such as an optimizer's state, is to be trained on; what is of that mode already is written in it only.
+    """The second half of ``restore_into``: do the writes that ``check_into`` noted."""
+    # Tensors made here, such as an optimizer's state, will be trained on; only tensors of inference mode are written in that mode.
     with torch.inference_mode(any(target.live.is_inference() for target in findings.targets)):
         _write(findings)
     dirty.clean(target.live for target in findings.targets)
@@ -149,7 +149,7 @@ class _Check:
         findings.skipped += [_path(name) for name in tree if name not in self.adapted.objects and name not in (GRADIENTS, LOOPS)]
 
     def _hints(self, tree: Mapping[str, object]) -> list[str]:
-        """Names that the state has instead of the objects that it does not have at all."""
+        """The names that the state has in place of the objects that it lacks entirely."""
         lost = [name for name in self.adapted.objects if name not in tree and _path(name) in self.findings.missing]
         left = [name for name in tree if name not in self.adapted.objects and name not in (GRADIENTS, LOOPS)]
         both = [_path(name) for name in self.adapted.objects if name in tree]
@@ -166,7 +166,7 @@ class _Check:
         return hints
 
     def place(self, path: str, live: Any, stored: Any) -> object:
-        """The value at ``path`` after the writes: ``live`` itself wherever it can be changed in place."""
+        """The value at ``path`` after the writes: ``live`` itself if it can be changed in place."""
         if isinstance(live, nn.Module):
             check_module(path, self.adapted.model_state(path, live), stored, self.findings)
         elif isinstance(live, Optimizer):
@@ -187,7 +187,7 @@ class _Check:
         return live
 
     def _in_place(self, path: str, live: Any, stored: object) -> None:
-        """Restore in place what is tracked by itself, and whose place nothing else can take."""
+        """Restore in place an object that is tracked by itself and that no other object can replace."""
         findings = self.findings
         notes: tuple[list[Any], ...] = (findings.restored, findings.targets, findings.writes)
         before, misfits = [*map(len, notes)], len(findings.mismatched)
@@ -197,7 +197,7 @@ class _Check:
             findings.mismatched.append(Mismatch(path, describe(stored), describe(live)))
 
     def _tensor(self, path: str, live: torch.Tensor, stored: object) -> None:
-        """A tensor that is tracked by itself: nobody could put another one in its place."""
+        """Restore a tensor that is tracked by itself: no other tensor could take its place."""
         if self.findings.wants(path) and self.findings.fits(path, stored, live):
             self.findings.restored.append(path)
             self._overwrite(path, live, stored)  # type: ignore[arg-type]  # `fits` saw a tensor
@@ -286,7 +286,7 @@ class _Check:
             del live[key]
         fresh = {key: self.findings.handed(value) for key, value in placed.items()}
         if live.keys() <= fresh.keys():
-            live.clear()  # an order says something too: which entry of a cache is the oldest
+            live.clear()  # the order matters too: it says which entry of a cache is the oldest
         for key, value in fresh.items():
             live[key] = value  # noqa: PERF403  # a Counter's update adds
 

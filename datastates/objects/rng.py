@@ -1,4 +1,4 @@
-"""The state of every random number generator that training draws from."""
+"""The state of every random number generator from which training draws."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ __all__ = ["RngState", "numpy_state"]
 _logger = logging.getLogger(__name__)
 
 _KINDS = ("cuda", "xpu")
-"""The accelerators whose generators a state may have, as torch calls them; ROCm's are ``cuda``."""
+"""The accelerators whose generators a state may have, by torch's names; ROCm's are ``cuda``."""
 
 
 class RngState:
     """The global generators of torch (CPU and each accelerator that this process uses), Python and NumPy, as one object to track.
 
-    A device counts once something was done on it, NumPy once ``numpy.random`` is imported. On ``load_state_dict`` a generator that the
-    state does not mention stays as it is. A state of more devices than are here restores those that are; ``note`` then
-    says so, as does the log: what was drawn on the others cannot be repeated.
+    A device counts once work was done on it, NumPy once ``numpy.random`` is imported. ``load_state_dict`` leaves a generator as it is if
+    the state does not have it. A state of more devices than this process has restores those that exist; ``note`` and the log then say so,
+    because draws on the others cannot be repeated.
     """
 
     def __init__(self) -> None:
@@ -48,9 +48,9 @@ class RngState:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Set each generator that the state mentions.
+        """Set each generator that the state has.
 
-        :raises InvalidInput: it is no such state.
+        :raises InvalidInput: it is not such a state.
         """
         if not isinstance(state, Mapping):
             raise InvalidInput(f"the state of random number generators is a dict, not {values.shown(state)}")
@@ -99,7 +99,7 @@ def numpy_state(numpy_random: Any) -> dict[str, object]:
 
 
 def _legacy(stored: Mapping[str, Any]) -> dict[str, Any]:
-    """The argument for ``numpy.random.set_state``, from what ``numpy_state`` gave."""
+    """The argument for ``numpy.random.set_state``, from the values that ``numpy_state`` returned."""
     import numpy.random
 
     legacy = dict(stored)

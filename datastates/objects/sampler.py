@@ -14,26 +14,26 @@ from datastates.errors import InvalidInput
 __all__ = ["Batches", "PermutationSampler", "Tail"]
 
 Tail = Literal["repeat", "drop", "share"]
-"""What becomes of the last indices of an epoch where they do not go round all replicas."""
+"""What happens to the last indices of an epoch if they do not divide evenly among the replicas."""
 
 _CHUNK = 4096
-"""Indices that are made Python numbers at once."""
+"""The number of indices that are converted to Python numbers at once."""
 
 
 class PermutationSampler(Sampler[int]):
-    """Every index below ``length`` once an epoch, in an order that ``seed`` and the epoch alone decide.
+    """Every index below ``length`` once an epoch, in an order that only ``seed`` and the epoch decide.
 
-    ``position`` counts what was handed out in ``epoch``; iterating goes on from there, so a loop that was left, or restored,
-    continues, and begins the next epoch where one was over. Track it, and loop over ``run.steps(batches(…))`` or over ``run.steps`` of
-    a DataLoader that it is the sampler of.
+    ``position`` counts the indices that were handed out in ``epoch``. Iterating goes on from there, so a loop that was left or restored
+    continues, and begins the next epoch if one was over. Track it, and loop over ``run.steps(batches(…))`` or over ``run.steps`` of
+    a DataLoader that uses it as its sampler.
 
-    In a loop without ``run.steps`` two things are yours to see to. Workers fetch ahead: with them track a ``StatefulDataLoader`` of
+    In a loop without ``run.steps`` you must see to two things. Workers fetch ahead: if there are any, track a ``StatefulDataLoader`` of
     this sampler instead. A DataLoader draws from torch's generator whenever a loop begins: give it ``generator=torch.Generator()``.
 
-    Where ``num_replicas`` processes train one model, each gives its ``rank`` among them and gets its share of the same order: every
-    ``num_replicas``-th index. ``position`` counts what all of them were handed out, so that any number of replicas goes on in an epoch
-    that another number began, and none of its indices is left out or comes twice. ``tail`` says what becomes of the last ones where they
-    do not go round: ``"repeat"`` gives the others some of the first indices again, so that all replicas take equally many steps, as
+    If ``num_replicas`` processes train one model, each passes its ``rank`` among them and gets its share of the same order: every
+    ``num_replicas``-th index. ``position`` counts what all of them were handed out, so that any number of replicas can continue an epoch
+    that another number began, and no index is left out or repeated. ``tail`` says what happens to the last ones if they do
+    not divide evenly: ``"repeat"`` gives the other replicas some of the first indices again, so that all take equally many steps, as
     ``DistributedSampler`` does; ``"drop"`` leaves the last ones out; ``"share"`` hands out each just once, and some replicas get one less.
     """
 
@@ -57,7 +57,7 @@ class PermutationSampler(Sampler[int]):
         self._order: tuple[object, torch.Tensor] | None = None
 
     def __len__(self) -> int:
-        """The indices that this replica gets in a whole epoch."""
+        """The number of indices that this replica gets in a whole epoch."""
         return self._share_of(self.length)
 
     def __iter__(self) -> Iterator[int]:
@@ -66,9 +66,9 @@ class PermutationSampler(Sampler[int]):
 
     @values.takes(batch_size=values.positive, drop_last=values.flag, epochs=values.optional(values.count))
     def batches(self, batch_size: int, *, drop_last: bool = False, epochs: int | None = 1) -> Batches:
-        """The rest of this epoch in batches of indices, then further epochs; without end if ``epochs`` is None.
+        """The rest of this epoch in batches of indices, then further epochs; endless if ``epochs`` is None.
 
-        For those who index tensors themselves: ``for rows in sampler.batches(64): inputs[rows]``. ``batch_size`` is that of one replica.
+        For loops that index tensors themselves: ``for rows in sampler.batches(64): inputs[rows]``. ``batch_size`` is that of one replica.
         """
         if drop_last and batch_size > self.length // self.num_replicas:
             each = "" if self.num_replicas == 1 else f" for {self.num_replicas} replicas"
@@ -109,7 +109,7 @@ class PermutationSampler(Sampler[int]):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to where ``state`` was taken.
 
-        :raises InvalidInput: it is of other data: the length differs; or it is no state of this sampler.
+        :raises InvalidInput: it is of other data (the length differs), or it is not a state of this sampler.
         """
         try:
             length, seed, shuffle = int(state["length"]), int(state["seed"]), bool(state["shuffle"])
@@ -125,7 +125,7 @@ class PermutationSampler(Sampler[int]):
         self._turns, self._handed_out = (epoch, turns), None
 
     def hold(self) -> None:
-        """Say from now on the place that ``hand_out`` counts, not the one up to which indices were asked for: workers fetch ahead."""
+        """Report from now on the place that ``hand_out`` counts, not the one up to which indices were asked for: workers fetch ahead."""
         self._begin()
         self._handed_out = (self.epoch, self.position)
 
@@ -136,7 +136,7 @@ class PermutationSampler(Sampler[int]):
             self._handed_out = (epoch, min(position + count * self.num_replicas, self.length))
 
     def let_go(self, *, is_over: bool) -> None:
-        """End ``hold``. Unless the epoch is over, what was fetched and not handed out is yet to come."""
+        """End ``hold``. Unless the epoch is over, indices that were fetched and not handed out are still to come."""
         if self._handed_out is not None and not is_over:
             self.epoch, self.position = self._handed_out
         self._handed_out = None
@@ -168,7 +168,7 @@ class PermutationSampler(Sampler[int]):
             self.position = self.length
 
     def _rows(self, position: int, most: int) -> list[int]:
-        """The next indices of this replica from ``position`` on; none where the epoch is over."""
+        """The next indices of this replica from ``position`` on; none if the epoch is over."""
         count = min(most, self._share_of(self.length - position))
         begin, end = position + self.rank, position + self.rank + count * self.num_replicas
         order = self._permutation()
@@ -179,7 +179,7 @@ class PermutationSampler(Sampler[int]):
         return rows
 
     def _share_of(self, left: int) -> int:
-        """How many of so many indices that are left this replica gets."""
+        """How many of the ``left`` indices this replica gets."""
         if self.tail == "drop":
             return left // self.num_replicas
         return -(-(left - (self.rank if self.tail == "share" else 0)) // self.num_replicas)
@@ -249,7 +249,7 @@ def _permutation(length: int, seed: int, shuffle: bool, epoch: int, turns: tuple
 
 
 def _shuffled(length: int, seed: int) -> torch.Tensor:
-    # Torch's generator is a Mersenne Twister, which neighbouring seeds leave apart only after mixing them well.
+    # Torch's generator is a Mersenne Twister: neighbouring seeds give unrelated orders only if they are mixed well.
     return torch.randperm(length, generator=torch.Generator().manual_seed(seed), device="cpu")
 
 

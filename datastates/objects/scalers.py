@@ -13,7 +13,7 @@ __all__ = ["state_of_scaler"]
 
 
 def state_of_scaler(found: Any) -> dict[str, object] | None:
-    """What its ``state_dict`` says, with numbers that arrive later; None: this is no such object, and is asked as any other."""
+    """The state in its ``state_dict``, with numbers that arrive later; None: it is not such an object, and is asked like any other."""
     if not isinstance(found, torch.amp.GradScaler) or type(found).state_dict is not torch.amp.GradScaler.state_dict:
         return None
     scale, tracker = found._scale, found._growth_tracker

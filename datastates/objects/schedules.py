@@ -1,4 +1,4 @@
-"""Learning-rate schedules of torch: where they stand, and standing there with other base rates."""
+"""Torch's learning-rate schedules: where they stand, and how to stand there with other base rates."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ __all__ = ["Schedule"]
 Rates = list[Any]
 
 _BY_BASE = (lr_scheduler.LambdaLR, lr_scheduler.CosineAnnealingWarmRestarts)
-"""Schedules whose ``get_lr`` goes by their base rates and their place alone."""
+"""Schedules whose ``get_lr`` depends only on their base rates and their place."""
 
 _FREE = (lr_scheduler.ReduceLROnPlateau,)
-"""They have no base rates: they go on from whatever rate there is."""
+"""Schedules without base rates: they go on from whatever rate there is."""
 
 
 class Schedule:
@@ -36,11 +36,11 @@ class Schedule:
         return repr(self.scheduler.state_dict()) != self._was
 
     def rates(self, built: Rates, restored: Rates) -> tuple[Rates, Callable[[], None]]:
-        """The rates of the groups where it stands, if it had the base rates that it was built with; and what gives it those.
+        """The rates that the groups would have at its place with the base rates with which it was built; and a function that sets those.
 
-        ``built`` are the rates of the groups when they were built, ``restored`` those that they have now.
+        ``built`` are the rates of the groups when they were built, ``restored`` are their present rates.
 
-        :raises Unsupported: this cannot be told of such a scheduler.
+        :raises Unsupported: this cannot be computed for such a scheduler.
         """
         parts = [each for each in _parts(self.scheduler) if hasattr(each, "base_lrs")]
         now = [list(each.base_lrs) for each in parts]
@@ -81,14 +81,14 @@ class Schedule:
 
 
 def _parts(scheduler: Any) -> Iterator[Any]:
-    """The scheduler, and those that it is made of."""
+    """The scheduler, and those of which it is made."""
     yield scheduler
     for each in getattr(scheduler, "_schedulers", ()):
         yield from _parts(each)
 
 
 def _active(scheduler: Any) -> Any:
-    """The one of several that sets the rate now."""
+    """Of several schedulers, the one that sets the rate now."""
     while type(scheduler) is lr_scheduler.SequentialLR:
         scheduler = scheduler._schedulers[bisect_right(scheduler._milestones, scheduler.last_epoch)]
     return scheduler

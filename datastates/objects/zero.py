@@ -1,7 +1,7 @@
 """The state of an optimizer of which each rank keeps a part: torch's ``ZeroRedundancyOptimizer``.
 
-It gives every parameter to one rank, which alone keeps the state of that parameter; all ranks know who was given which. What another keeps
-stands in this rank's tree as tensors without bytes, of the form that the same optimizer gives to a parameter of that shape.
+It gives every parameter to one rank, which alone keeps the state of that parameter; all ranks know which rank got which. In this rank's
+tree, the state of another rank is tensors without bytes, in the form that the same optimizer gives to a parameter of that shape.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["ZeroState"]
 
 
 class ZeroState:
-    """One such optimizer. It notes at each step which parameters had a gradient: these have a state from then on, wherever it is."""
+    """One such optimizer. It notes at each step which parameters had a gradient: these have a state from then on, on whichever rank."""
 
     __slots__ = ("__weakref__", "_handle", "_optimizer", "_others", "_stepped")
 
@@ -40,7 +40,7 @@ class ZeroState:
         self._handle = optimizer.register_step_pre_hook(lambda *_: _note(this))
 
     def entries(self) -> Mapping[torch.Tensor, dict[str, object]]:
-        """What is kept for each parameter that has a state, by this rank or by another, in the order of the parameters."""
+        """The state of each parameter that has one, on this rank or another, in the order of the parameters."""
         optimizer = self._optimizer
         owner_of, mine = optimizer._param_to_rank, optimizer.optim.state
         found: dict[torch.Tensor, dict[str, object]] = {}
@@ -54,13 +54,13 @@ class ZeroState:
         return found
 
     def note_step(self) -> None:
-        """A step begins."""
+        """Note that a step begins."""
         groups = self._optimizer.param_groups
         if len(self._stepped) < sum(len(group["params"]) for group in groups):
             self._stepped.update(id(each) for group in groups for each in group["params"] if each.grad is not None)
 
     def _has_state(self, parameter: torch.Tensor) -> bool:
-        """Whether the rank that it was given to keeps a state for it: one was made in a step, or loaded."""
+        """Whether the rank that owns the parameter keeps a state for it: one was made in a step, or loaded."""
         loaded = self._optimizer.state
         if self._stepped or loaded:
             return id(parameter) in self._stepped or parameter in loaded
@@ -81,7 +81,7 @@ def _note(state: weakref.ref[ZeroState]) -> None:
 
 
 def _given(entry: dict[str, object], rank: int) -> dict[str, object]:
-    """The entry of a parameter of this rank's, whose tensors are known to be its alone."""
+    """The entry of a parameter of this rank, with its tensors marked as this rank's alone."""
     for value in entry.values():
         if isinstance(value, torch.Tensor) and owners_of(value) is None:
             give(value, [rank])
