@@ -115,9 +115,7 @@ def runtime_call(name: str) -> Any:
 
 @functools.cache
 def _libraries() -> tuple[ctypes.CDLL, ...]:
-    """The libraries that may have the runtime: those that every library sees, which is usual, or those loaded only for the ones that
-    ask.
-    """
+    """The places where the runtime may be: visible to all libraries, as usual, or loaded only for the libraries that asked for it."""
     return (ctypes.CDLL(None), *(ctypes.CDLL(path, mode=os.RTLD_NOLOAD) for path in loaded(_RUNTIMES)))
 
 
