@@ -1,4 +1,4 @@
-"""NumPy dtypes and arrays as strings, numbers and bytes, and back; nothing that holds Python objects."""
+"""NumPy dtypes and arrays as strings, numbers and bytes, and back; arrays that hold Python objects are refused."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ Descr = Any
 """A NumPy dtype as strings, numbers and tuples."""
 
 MAX_DEPTH = 100
-"""Deeper nesting is refused, writing and reading: it is a cycle, or an attack."""
+"""Deeper nesting is refused, in writing and in reading: it is a cycle, or an attack."""
 
 _BUFFER_KINDS = frozenset("biufcSUVmM")
 
 
 class Unencodable(TypeError):
-    """A value has no safe encoding; ``tree.flatten`` turns it into ``Unsupported`` with the path."""
+    """A value has no safe encoding; ``tree.flatten`` turns this into ``Unsupported`` with the path."""
 
 
 def describe_dtype(dtype: np.dtype[Any]) -> Descr:
@@ -52,7 +52,7 @@ _SIMPLE = re.compile(r"[<>|=][biufcSUVmM]\d{1,10}(\[\d*[A-Za-z]+\])?")
 
 
 def dtype_from(descr: Descr, depth: int = 0) -> np.dtype[Any]:
-    """The dtype that ``describe_dtype`` took; lists stand for tuples."""
+    """The dtype that ``describe_dtype`` described; lists stand for tuples."""
     if isinstance(descr, str):
         if not _SIMPLE.fullmatch(descr):
             raise Corrupt(f"{descr[:40]!r} is no NumPy dtype that is stored")

@@ -1,4 +1,4 @@
-"""Chunks where they lie, cut into blocks of 1 KiB: which bytes of which tensor a device reads to digest them."""
+"""Chunks in place, cut into blocks of 1 KiB: which bytes of which tensor a device reads to digest them."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from .xxh3 import BLOCK_BYTES, SHORTEST, STRIPE_BYTES, blocks_before_last, strip
 __all__ = ["LANES", "Blocks", "Part", "Run", "brought", "can_digest"]
 
 _ALIGNED = 16
-"""Bytes to which a device's memory is aligned for the widest read."""
+"""The alignment, in bytes, that a device's memory needs for the widest read."""
 
 LANES = BLOCK_BYTES // STRIPE_BYTES, STRIPE_BYTES // 8
-"""A block as words: its stripes, and the lanes to which they are added."""
+"""The shape of a block in words: its stripes, and the lanes to which they are added."""
 
 Part = tuple[int, torch.Tensor]
-"""Where in a chunk some of its bytes begin, and these: flat, ``uint8``."""
+"""The place in a chunk where some of its bytes begin, and these bytes: flat, ``uint8``."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Run:
-    """Whole blocks of a chunk that lie in one tensor: which chunk, the number of the first, and the bytes."""
+    """Whole blocks of a chunk that lie in one tensor: the chunk, the number of the first block, and the bytes."""
 
     chunk: int
     block: int
@@ -36,9 +36,10 @@ class Run:
 
 
 def can_digest(length: int, parts: Sequence[Part]) -> bool:
-    """Whether a device can digest a chunk of so many bytes where its parts lie: aligned, on one device, at whole KiB of the chunk.
+    """Whether a device can digest a chunk of this length in place: its parts are aligned, on one device, and begin at whole KiB of the
+    chunk.
 
-    They follow each other, with less than 1 KiB of zeros between them and behind the last.
+    The parts follow each other, with less than 1 KiB of zeros between them and behind the last.
     """
     end = 0
     for start, data in parts:
@@ -49,11 +50,11 @@ def can_digest(length: int, parts: Sequence[Part]) -> bool:
 
 
 class Blocks:
-    """The blocks of chunks that lie on one device, each of so many bytes, as parts in order. ``can_digest`` holds for each.
+    """The blocks of chunks that lie on one device; each chunk is a length and its parts in order. ``can_digest`` holds for each.
 
-    Chunks are counted in ``order``, the longest first: those that are not done after n blocks are then the first of all. ``counts`` are
-    the blocks of each before its last, ``stripes`` the whole stripes of that one. ``runs`` are blocks that lie in one tensor, ``rests``
-    those that do not, as chunk and number. Tensors are kept as long as this is, and read when they are asked for.
+    Chunks are sorted by ``order``, the longest first, so that those that are not done after n blocks are always the first ones. ``counts``
+    are the blocks of each chunk before its last, ``stripes`` the whole stripes of that last block. ``runs`` are blocks that lie in one
+    tensor, ``rests`` are those that do not, as chunk and number. Tensors are kept as long as this object, and read when they are asked for.
     """
 
     def __init__(self, chunks: Sequence[tuple[int, Sequence[Part]]]) -> None:
@@ -73,9 +74,9 @@ class Blocks:
                 self._take_last(chunk, self.lengths[index], start, data)
 
     def gathered(self) -> torch.Tensor:
-        """The blocks that no run has, on the device: those of ``rests``, then the last of each chunk; (blocks, 16, 8), ``int64``.
+        """The blocks that are in no run, on the device: those of ``rests``, then the last of each chunk; (blocks, 16, 8), ``int64``.
 
-        The last 64 bytes of a chunk are the sixteenth stripe of its last block. What lies between parts is zeros.
+        The last 64 bytes of a chunk are the sixteenth stripe of its last block. The space between parts is zeros.
         """
         found = self.like.new_zeros((len(self.rests) + len(self.lengths)) * BLOCK_BYTES)
         targets = [found[at : at + data.numel()] for at, data in self._copies]
@@ -83,7 +84,7 @@ class Blocks:
         return found.view(torch.int64).view(-1, *LANES)
 
     def _cut(self, chunk: int, start: int, data: torch.Tensor) -> None:
-        """The blocks of a part that come before the last of its chunk: whole ones, and what is left over."""
+        """Cut the blocks of a part that come before the last of its chunk: whole ones, and what is left over."""
         first = start // BLOCK_BYTES
         count = min(data.numel() // BLOCK_BYTES, self.counts[chunk] - first)
         if count > 0:
@@ -93,7 +94,7 @@ class Blocks:
             self.rests.append((chunk, first + count))
 
     def _take_last(self, chunk: int, length: int, start: int, data: torch.Tensor) -> None:
-        """What a part has of the last block of its chunk: the whole stripes, and the last 64 bytes as the sixteenth."""
+        """Take what a part has of the last block of its chunk: the whole stripes, and the last 64 bytes as the sixteenth."""
         row = (len(self.rests) + chunk) * BLOCK_BYTES
         begin = self.counts[chunk] * BLOCK_BYTES
         for low, high, at in (
@@ -106,7 +107,7 @@ class Blocks:
 
 
 def brought(words: npt.NDArray[Any], like: torch.Tensor) -> torch.Tensor:
-    """Numbers as ``int64`` where a tensor lies. The host does not wait until they are there."""
+    """Numbers as ``int64`` on the device of a tensor. The host does not wait until they are there."""
     there = torch.from_numpy(np.ascontiguousarray(words).view(np.int64))
     if not devices().is_on(like):
         return there

@@ -1,4 +1,4 @@
-"""A state's content with some of its objects left out: the same tree without them, its tensors moved together."""
+"""A state's content without some of its objects: the same tree without them, its tensors moved together."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _CONTAINERS = frozenset("dDoltq")
 
 @dataclass(frozen=True, slots=True)
 class Carved:
-    """A content without its chunks. ``sources[i]`` is where tensor ``i``, or the tensor it is tied to, was among the original's.
+    """A content without its chunks. ``sources[i]`` is the original index of tensor ``i``, or of the tensor to which it is tied.
 
-    ``holders[i]`` is the skeleton's tag of the sparse or quantized tensor, the array or the encoded object that tensor ``i`` is a part
-    of; None where it is a tensor by itself.
+    ``holders[i]`` is the skeleton's tag of the sparse or quantized tensor, the array or the encoded object of which tensor ``i`` is a part;
+    None if it is a tensor by itself.
     """
 
     skeleton: msgspec.Raw
@@ -43,9 +43,9 @@ class Carved:
 
 
 def carve(content: Content, wants: Callable[[str], bool] | None) -> Carved:
-    """The content with those objects in which ``wants`` asks for some path; None: all of them, where they lie.
+    """The content with those objects in which ``wants`` asks for some path; None: all of them, in their places.
 
-    What lay together goes on to do so, in the same order, so that chunks of what was left alone keep their digests.
+    Tensors that lay together still do, in the same order, so that chunks without removed tensors keep their digests.
     """
     specs = tensors_of(content)
     skeleton = decode_skeleton(content.skeleton)
@@ -68,7 +68,7 @@ def carve(content: Content, wants: Callable[[str], bool] | None) -> Carved:
 
 
 def _keep(nodes: Sequence[Node], wants: Callable[[str], bool]) -> tuple[list[Node], dict[int, list[bool]]]:
-    """The nodes that stay, and for the values and the tensors of the original which of them do."""
+    """The nodes that stay, and for the values and the tensors of the original which of them stay."""
     root, children = nodes[0], list(zip(paths(nodes), nodes, strict=False))[1:]
     if type(root) is not tuple or root[0] != "d":
         raise InvalidInput("the state is no dict of objects: nothing of it can be left out")
@@ -102,7 +102,7 @@ def _holders(nodes: Sequence[Node]) -> tuple[str | None, ...]:
 
 
 def _tie_again(specs: Sequence[TensorSpec], kept: Sequence[int]) -> tuple[list[TensorSpec], list[int]]:
-    """The specs that stay; of tied ones the first that does holds the bytes."""
+    """The specs that stay; of tied tensors, the first that stays holds the bytes."""
     place: dict[int, int] = {}
     retied: list[TensorSpec] = []
     sources: list[int] = []
@@ -119,7 +119,9 @@ def _tie_again(specs: Sequence[TensorSpec], kept: Sequence[int]) -> tuple[list[T
 
 
 def _lay_out(specs: list[TensorSpec], lengths: Sequence[int]) -> tuple[list[TensorSpec], tuple[int, ...]]:
-    """Move every shard up as far as its group allows: a group ends with a chunk that is not full. Large ones that were aligned stay so."""
+    """Move every shard up as far as its group allows; a group ends with a chunk that is not full. Large shards that were aligned stay
+    aligned.
+    """
     short = [index for index, length in enumerate(lengths) if length < CHUNK_BYTES]
     stored = [
         (bisect_left(short, shard.start // CHUNK_BYTES), shard.start, at, number)
@@ -141,7 +143,7 @@ def _lay_out(specs: list[TensorSpec], lengths: Sequence[int]) -> tuple[list[Tens
 
 
 def _extended(ends: list[int], start: int, end: int) -> int:
-    """``end``, up to which the chunks reach from now on, from ``start``."""
+    """Extend the chunks from ``start`` to ``end``; returns ``end``."""
     for chunk in range(start // CHUNK_BYTES, -(-end // CHUNK_BYTES)):
         ends[chunk:] = [min(CHUNK_BYTES, end - chunk * CHUNK_BYTES)]
     return end

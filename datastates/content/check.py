@@ -1,4 +1,4 @@
-"""Checking that a manifest agrees with itself, so that its users need no bounds checks of their own."""
+"""Checks that a manifest agrees with itself, so that its users need no bounds checks of their own."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ def tensors_of(content: Content, *, source: str = "the manifest") -> tuple[Tenso
 
 
 def check(manifest: Manifest, source: str) -> tuple[TensorSpec, ...]:
-    """The tensors of a manifest whose lengths, ranges, indices and names agree.
+    """The tensors of a manifest, once its lengths, ranges, indices and names are found to agree.
 
-    :raises Corrupt: they do not; names ``source`` and the contradiction.
+    :raises Corrupt: they do not agree; names ``source`` and the contradiction.
     :raises Unavailable: a tensor has a dtype that this torch does not know.
     """
     try:
@@ -60,7 +60,7 @@ def check(manifest: Manifest, source: str) -> tuple[TensorSpec, ...]:
 
 
 _last: tuple[tuple[bytes, tuple[int, ...], bool], tuple[TensorSpec, ...]] | None = None
-"""Tensors that were found right, and all that this depends on: of the last manifest only, as the states of a training are alike."""
+"""Tensors that passed the check, and everything on which it depends: of the last manifest only, as the states of a training are alike."""
 
 
 def _checked(manifest: Manifest, source: str) -> tuple[TensorSpec, ...]:
@@ -168,7 +168,7 @@ def _check_cover(spec: TensorSpec, dtype: torch.dtype, total: int) -> None:
 
 
 def _check_shard(spec: TensorSpec, dtype: torch.dtype, shard: Shard, chunks: tuple[Chunk, ...], short: list[int]) -> int:
-    """The bytes of a shard that lies inside its tensor and inside the stream."""
+    """The length of a shard that lies inside its tensor and inside the stream."""
     if not len(shard.offset) == len(shard.shape) == len(spec.shape):
         raise _Contradiction(f"a shard of {_where(spec)} has {len(shard.shape)} dimensions")
     for offset, size, whole, stride in zip(shard.offset, shard.shape, spec.shape, spec.strides, strict=True):

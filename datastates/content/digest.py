@@ -1,7 +1,7 @@
 """Digests of chunks and states, and manifests as bytes.
 
-A state of one part has the digest of that part. A part of several says nothing of the state's parents, which its rank does not know: its
-digest is that of its content. The state has the *root digest* over theirs, and over its parents: BLAKE3 of
+A state of one part has the digest of that part. A part of several does not name the state's parents, which its rank does not know: its
+digest is that of its content. The state has the *root digest* over the parts' digests, and over those of its parents: BLAKE3 of
 
     19 bytes   ``datastates parts 1\\0``
     8 bytes    how many parts, little-endian
@@ -38,7 +38,7 @@ def chunk_digest(data: bytes | memoryview) -> bytes:
 
 
 def pieces_digest(pieces: Iterable[memoryview]) -> bytes:
-    """The ``chunk_digest`` of the pieces put together in this order."""
+    """The ``chunk_digest`` of the pieces joined in this order."""
     hasher = xxhash.xxh3_128()
     for piece in pieces:
         hasher.update(piece)
@@ -50,16 +50,16 @@ def state_digest(content: Content, parent_digests: Sequence[str]) -> str:
     said: list[bytes | memoryview] = [b"datastates state 1\0"]
     for part in _parts(content, parent_digests):
         said += len(part).to_bytes(8, "little"), part
-    return blake3(b"".join(said)).hexdigest()  # one call: each lets go of the interpreter's lock
+    return blake3(b"".join(said)).hexdigest()  # one call: each releases the interpreter's lock
 
 
 def digest_of(content: Content, origin: Origin) -> str:
-    """The digest of what one rank captured: of a part of several it does not cover the parents."""
+    """The digest of what one rank captured; for a part of several it does not cover the parents."""
     return state_digest(content, () if origin.world_size > 1 else origin.parent_digests)
 
 
 def encode(manifest: Manifest) -> bytes:
-    """The manifest as bytes that ``decode`` checks whole.
+    """The manifest as bytes that ``decode`` can check as a whole.
 
     :raises InvalidInput: its version is not the one that this code writes.
     """
@@ -71,7 +71,9 @@ def encode(manifest: Manifest) -> bytes:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sound:
-    """A manifest as it was read: its digest is right, it agrees with itself, and ``specs`` are its tensors. Made by ``decode_sound``."""
+    """A manifest that was read and checked: its digest is right, it agrees with itself, and ``specs`` are its tensors. Made by
+    ``decode_sound``.
+    """
 
     manifest: Manifest
     specs: tuple[TensorSpec, ...]
@@ -86,10 +88,10 @@ def decode(data: bytes | memoryview, *, source: str) -> Manifest:
 
 
 def decode_sound(data: bytes | memoryview, *, source: str) -> Sound:
-    """``decode``, for whoever goes on to look at the tensors.
+    """``decode`` for callers that also need the tensors.
 
     :raises Corrupt: a byte is wrong or missing, or the manifest contradicts itself.
-    :raises Unavailable: it is whole, but of a version that this code, or with a dtype that this torch, does not know.
+    :raises Unavailable: it is whole, but of a version that this code does not know, or with a dtype that this torch does not know.
     """
     manifest = unwrapped(_decoder, data, source=source)
     try:

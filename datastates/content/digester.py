@@ -1,7 +1,7 @@
-"""Digests of chunks where their tensors lie: worked out by the device that has them, equal to ``chunk_digest`` bit for bit.
+"""Digests of chunks in place: computed by the device that has their tensors, equal to ``chunk_digest`` bit for bit.
 
-By Triton's kernels (``kernels``) where it is installed and the device is one of its, by torch's operators elsewhere. Those are some
-thousands for the longest chunk, however many chunks there are.
+Triton's kernels (``kernels``) compute them if Triton is installed and supports the device, and torch's operators elsewhere. Those are some
+thousands of operators for the longest chunk, however many chunks there are.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ _PRIME = 0x9E3779B1
 
 
 class Digester:
-    """Digests chunks that lie on one device, each of so many bytes, as parts in order. Any thread, one at a time.
+    """Digests chunks that lie on one device; each chunk is a length and its parts in order. Safe from any thread, one at a time.
 
-    ``can_digest`` holds for each. The tensors are read where they lie, whenever ``lanes`` is called; they are kept as long as this is.
+    ``can_digest`` holds for each. The tensors are read in place whenever ``lanes`` is called; they are kept as long as this object.
     """
 
     def __init__(self, chunks: Sequence[tuple[int, Sequence[Part]]]) -> None:
@@ -43,11 +43,11 @@ class Digester:
 
     @property
     def launches(self) -> int:
-        """About how many operators ``lanes`` queues."""
+        """The approximate number of operators that ``lanes`` queues."""
         return 8 if _has_kernels(self._blocks.like) else 6 * max(self._blocks.counts) + 10 * len(self._blocks.runs)
 
     def lanes(self) -> torch.Tensor:
-        """What the bytes make of the lanes: (chunks, 8), ``int64``, on the device, once what this queues on the current stream has run.
+        """The lanes for the chunks' bytes: (chunks, 8), ``int64``, on the device, once what this queues on the current stream has run.
 
         ``digests_of`` takes them, with ``lengths``. Copies nothing to the host, and waits for nothing.
         """
@@ -57,12 +57,12 @@ class Digester:
             edges = blocks.gathered()
             if _has_kernels(blocks.like):
                 places = [run.data.data_ptr() for run in blocks.runs]
-                if self._launch is None or places != self._places:  # a storage that was resized lies elsewhere
-                    from .kernels import Launch  # Triton, which may not be there
+                if self._launch is None or places != self._places:  # a storage that was resized has moved
+                    from .kernels import Launch  # Triton, which may not be installed
 
                     self._launch, self._places = Launch(blocks), places
                 device = devices().of(blocks.like)
-                with devices().on(devices().current(device)):  # Triton launches on whichever device is selected
+                with devices().on(devices().current(device)):  # Triton launches on the device that is selected
                     found = self._launch(edges)
             else:
                 found = self._by_operators(edges)
@@ -107,7 +107,7 @@ class Digester:
 
 
 def _left(counts: Sequence[int]) -> Iterator[int]:
-    """How many chunks have a block of that number before their last, for each number; the longest come first."""
+    """For each block number, how many chunks have that block before their last; the longest chunks come first."""
     left = len(counts)
     for block in range(counts[0]):
         while counts[left - 1] <= block:
@@ -116,7 +116,7 @@ def _left(counts: Sequence[int]) -> Iterator[int]:
 
 
 def _added(blocks: torch.Tensor, secret: torch.Tensor) -> torch.Tensor:
-    """What each stripe adds to the lanes: (blocks, 16, 8). What overflows goes, signed or not."""
+    """What each stripe adds to the lanes: (blocks, 16, 8). Overflow is dropped, signed or not."""
     low = blocks ^ secret
     high = low >> 32
     high &= _LOW

@@ -1,8 +1,8 @@
-"""Who stores what of a state that several ranks hold: from the boxes in the memory of each, its shares.
+"""Which rank stores which part of a state that several ranks hold: from the boxes in the memory of each rank, its shares.
 
-Tensors that the same ranks hold are laid end to end, and the line is cut into one stretch for each of those ranks, so long that what a
-rank stores in all comes out even (DeepFreeze, Nicolae et al., 2020, divides what replicas hold by whole tensors). A stretch is a few boxes,
-each of which lies in one piece wherever the tensor is dense. All ranks work this out alike, each by itself; the shares tile every tensor.
+Tensors that the same ranks hold are laid end to end, and the line is cut into one stretch for each of those ranks, of such lengths that all
+ranks store equal amounts in total (DeepFreeze, Nicolae et al., 2020, divides what replicas hold by whole tensors). A stretch is a few
+boxes, each contiguous if the tensor is dense. Every rank computes this alone, with the same result; the shares tile every tensor.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from .shards import MAX_CUT
 __all__ = ["Box", "Holding", "digest_of", "divide", "held_by"]
 
 _FINEST = 256
-"""A stretch is off from what it should be by at most about one part in so many, where rows can be cut at all."""
+"""A stretch differs from its intended length by at most about one part in this many, if rows can be cut at all."""
 
 
 @dataclass(frozen=True, slots=True)
 class Holding:
     """A box of a tensor that lies in the memory of each of ``owners``, in ascending order.
 
-    ``shape`` and ``strides`` are those of the whole tensor, dense; ``offset`` and ``local_shape`` are the box in it, which is not cut where
-    a stride is 0.
+    ``shape`` and ``strides`` are those of the whole tensor, dense. ``offset`` and ``local_shape`` are the box in it, which is not cut along
+    dimensions of stride 0.
     ``place`` is where the box begins in the owners' local tensor; empty: at its beginning.
     """
 
@@ -40,18 +40,18 @@ class Holding:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The stored elements along each dimension: one where the tensor is expanded."""
+        """The stored elements along each dimension: one if the tensor is expanded along it."""
         return tuple([size if stride or not size else 1 for size, stride in zip(self.local_shape, self.strides, strict=True)])
 
     @property
     def length(self) -> int:
-        """The bytes that it takes in the stream."""
+        """The bytes that the box takes in the stream."""
         return self.item_bytes * _product(self.sizes)
 
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A hyper-rectangle of a tensor: ``offset`` in the whole, ``place`` in the local tensor of the rank whose share it is."""
+    """A hyper-rectangle of a tensor: ``offset`` in the whole tensor, ``place`` in the local tensor of the rank whose share it is."""
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
@@ -59,19 +59,19 @@ class Box:
 
 
 def held_by(held: Sequence[Holding], rank: int) -> list[Holding]:
-    """What of a tensor lies in a rank's memory."""
+    """The boxes of a tensor that lie in a rank's memory."""
     return [holding for holding in held if rank in holding.owners]
 
 
 def digest_of(held: Sequence[Sequence[Holding]]) -> bytes:
-    """32 bytes that are equal on two ranks if they divide alike."""
+    """32 bytes that are equal on two ranks if both divide alike."""
     return blake3(msgspec.msgpack.encode(held)).digest()
 
 
 def divide(held: Sequence[Sequence[Holding]], size: int) -> list[list[tuple[Box, ...]]]:
-    """The shares of ``size`` ranks: by rank, by tensor, its boxes.
+    """The shares of ``size`` ranks: by rank and by tensor, its boxes.
 
-    ``held`` are, by tensor, all boxes of it that any rank holds; they tile it. A tensor without an element is its first owner's.
+    ``held`` has, by tensor, all boxes of it that any rank holds; they tile it. A tensor without elements belongs to its first owner.
     """
     loads, nothing = [0] * size, [()] * len(held)
     shares: list[list[tuple[Box, ...]]] = [list(nothing) for _ in range(size)]
@@ -84,7 +84,7 @@ def divide(held: Sequence[Sequence[Holding]], size: int) -> list[list[tuple[Box,
                 loads[rank] += holding.length
             else:
                 lines.setdefault(holding.owners, []).append((index, holding))
-    # Those that fewest ranks hold first: what more of them hold evens out what is left uneven.
+    # Tensors that the fewest ranks hold come first: those that more ranks hold then even out the rest.
     for owners in sorted(lines, key=lambda owners: (len(owners), owners)):
         for rank, index, box in _stretches(owners, lines[owners], held, loads):
             shares[rank][index] += (box,)
@@ -125,7 +125,7 @@ def _stretches(
 
 
 def _ends(loads: list[int], total: int) -> list[int]:
-    """Where the stretches of a line of ``total`` bytes end, so that all that have any come to the same with what they had."""
+    """Where the stretches of a line of ``total`` bytes end, so that all ranks with a stretch reach the same load, given what they had."""
     level, rest, below = 0, total, sorted(loads)
     for number, load in enumerate(below, 1):
         above = below[number] if number < len(below) else None
@@ -143,7 +143,9 @@ def _ends(loads: list[int], total: int) -> list[int]:
 
 
 def _grain(holding: Holding, holdings: Sequence[Holding], finest: int) -> tuple[list[int], int]:
-    """Along which dimensions a box is cut, outermost first, and how many elements are not: rows, or rows of rows, as small as is wanted."""
+    """The dimensions along which a box is cut, outermost first, and how many elements stay together: rows, or rows of rows, down to
+    ``finest``.
+    """
     sizes = holding.sizes
     order = sorted((dim for dim, size in enumerate(sizes) if size > 1), key=lambda dim: (-holding.strides[dim], dim))
     cut = {dim for each in holdings for dim, size in enumerate(each.shape) if (each.offset[dim], each.local_shape[dim]) != (0, size)}
@@ -158,7 +160,7 @@ def _grain(holding: Holding, holdings: Sequence[Holding], finest: int) -> tuple[
 
 
 def _boxes(holding: Holding, dims: Sequence[int], begin: int, end: int) -> Iterator[Box]:
-    """The elements from ``begin`` to ``end``, in the order of memory, as boxes that lie in one piece each."""
+    """The elements from ``begin`` to ``end``, in the order of memory, as boxes that are each contiguous."""
     sizes = holding.sizes
     unit = _product(sizes)
     fixed: dict[int, tuple[int, int]] = {}
@@ -168,7 +170,7 @@ def _boxes(holding: Holding, dims: Sequence[int], begin: int, end: int) -> Itera
 def _inside(
     holding: Holding, sizes: Sequence[int], dims: list[int], count: int, begin: int, end: int, fixed: dict[int, tuple[int, int]]
 ) -> Iterator[Box]:
-    """As ``_boxes``, in the ``count`` elements that are left once the dimensions of ``fixed`` are narrowed to (offset, size)."""
+    """As ``_boxes``, within the ``count`` elements that are left once the dimensions in ``fixed`` are narrowed to (offset, size)."""
     if not dims or (begin, end) == (0, count):
         yield _narrowed(holding, fixed)
         return

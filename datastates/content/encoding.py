@@ -1,7 +1,7 @@
-"""Values that are no tensors, in a form that MessagePack holds exactly; nothing is ever loaded by import or pickle.
+"""Values that are not tensors, in a form that MessagePack holds exactly; nothing is ever loaded by import or pickle.
 
 A *packed* value is None, a bool, an int of 64 bits, a float, a str or bytes as itself, and everything else as a list
-``[tag, …]``. Packing copies: a packed value shares no memory with what it came from. ``unpack`` trusts nothing.
+``[tag, …]``. Packing copies: a packed value shares no memory with its source. ``unpack`` trusts nothing.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ __all__ = [
 ]
 
 Packed = Any
-"""What ``pack`` makes; see the module's docstring."""
+"""What ``pack`` returns; see the module's docstring."""
 
 SCALARS = frozenset({int, float, str, bool, type(None)})
 """Types that pack to themselves, as long as an int fits into 64 bits and a str is valid Unicode."""
@@ -58,7 +58,7 @@ def _type(value: object, what: str) -> type[Any]:
 
 
 _MOST_ALIKE = 1000
-"""So many keys may have the same hash: the work is the square of it."""
+"""The most keys that may have the same hash: the work grows with its square."""
 
 _BY_TYPE: dict[type[Any], Encoder] = {}
 _BY_NAME: dict[str, Encoder] = {}
@@ -73,18 +73,18 @@ def register_encoder(
 ) -> None:
     """Teach states to hold objects of exactly this type.
 
-    A restore puts the decoded object into the list or dict that held the old one; what is to be changed in place needs ``state_dict`` and
+    A restore puts the decoded object into the list or dict that held the old one; an object to be changed in place needs ``state_dict`` and
     ``load_state_dict`` instead.
 
         from decimal import Decimal
 
         datastates.register_encoder(Decimal, "decimal", encode=str, decode=Decimal)
 
-    :param type: the type; subclasses are not meant.
-    :param name: what is stored, and chooses the decoder, so it must stay the same. Registering the same type and name again replaces the
-        functions.
-    :param encode: gives a plain tree for an object, tensors included.
-    :param decode: gives an equal object for such a tree.
+    :param type: the type; subclasses are not included.
+    :param name: the name that is stored and selects the decoder, so it must stay the same. Registering the same type and name again
+        replaces the functions.
+    :param encode: returns a plain tree for an object; the tree may contain tensors.
+    :param decode: returns an equal object for such a tree.
     :raises Conflict: the name belongs to another type, or the type to another name.
     :raises InvalidInput: the type is stored natively.
     """
@@ -135,9 +135,9 @@ def decode_values(data: bytes | memoryview | msgspec.Raw, *, source: str = "the 
 
 
 def pack(value: object, depth: int = 0) -> Packed:
-    """The value as MessagePack can hold it, sharing nothing with the original.
+    """The value in a form that MessagePack can hold, sharing nothing with the original.
 
-    :raises Unencodable: no safe encoding; says which type and what to do.
+    :raises Unencodable: there is no safe encoding; says which type and what to do.
     """
     if depth > MAX_DEPTH:
         raise Unencodable(f"is nested more than {MAX_DEPTH} deep, or contains itself")
@@ -152,7 +152,7 @@ def pack(value: object, depth: int = 0) -> Packed:
 
 
 def refusal(value: object) -> str:
-    """The reason why ``value`` is refused, and the next step."""
+    """The reason why ``value`` is refused, and what to do next."""
     name = _full_name(type(value))
     if callable(value) and not isinstance(value, type) and hasattr(value, "__qualname__"):
         return f"is the function {value.__qualname__!r} ({name}), which has no safe encoding: keep it out of the state, or store its name"
@@ -163,9 +163,9 @@ def refusal(value: object) -> str:
 
 
 def unpack(packed: Packed, depth: int = 0) -> Any:
-    """The value that ``pack`` took.
+    """The value that ``pack`` packed.
 
-    :raises Corrupt: no such encoding.
+    :raises Corrupt: there is no such encoding.
     """
     if type(packed) is not list:
         return packed
@@ -211,7 +211,7 @@ def _pack_items(items: Iterable[object], depth: int) -> list[Packed]:
 def _pack_sequence(tag: str) -> Callable[[Any, int], Packed]:
     def packer(value: Any, depth: int) -> Packed:
         kinds = set(map(type, value))
-        # In one go for a history of floats, or for Python's RNG state of 625 ints.
+        # In one go, for a history of floats or for Python's RNG state of 625 ints.
         if kinds <= {float, bool, type(None)} or (kinds == {int} and min(value) >= -(1 << 63) and max(value) < 1 << 63):
             return [tag, list(value)]
         return [tag, _pack_items(value, depth)]
@@ -221,7 +221,7 @@ def _pack_sequence(tag: str) -> Callable[[Any, int], Packed]:
 
 def _pack_set(tag: str) -> Callable[[Any, int], Packed]:
     def packer(value: set[object], depth: int) -> Packed:
-        # Sorted by their encoding: the order of a set differs between processes, its digest must not.
+        # Sorted by their encoding: the order of a set differs between processes, but its digest must not.
         return [tag, sorted(_pack_items(value, depth), key=msgspec.msgpack.encode)]
 
     return packer
@@ -240,9 +240,9 @@ def _pairs(parts: list[Any], depth: int) -> Iterable[tuple[Any, Any]]:
 
 
 def check_keys(keys: list[Any]) -> list[Any]:
-    """The keys of a dict or the items of a set that was read.
+    """The keys of a dict, or the items of a set, that were read.
 
-    :raises Corrupt: so many share a hash, which was done on purpose, that putting them into one would take for ever.
+    :raises Corrupt: so many share a hash (which somebody must have arranged) that putting them into one would take for ever.
     """
     if len(keys) > _MOST_ALIKE and max(Counter(map(hash, keys)).values()) > _MOST_ALIKE:
         raise Corrupt(f"more than {_MOST_ALIKE} of {len(keys)} keys have one hash: it is refused as a trap")
@@ -335,7 +335,7 @@ _PACKERS: dict[type[Any], Callable[[Any, int], Packed]] = {
     torch.Size: lambda value, _: ["size", list(value)],
     torch.device: lambda value, _: ["device", str(value)],
     np.ndarray: _pack_array,
-    # Not through str() and bytes(), nor the buffer: NumPy strips trailing zeros there.
+    # Neither by str() and bytes() nor by the buffer: NumPy strips trailing zeros there.
     np.str_: lambda value, _: ["nstr", value.encode("utf-8", "surrogatepass")],
     np.bytes_: lambda value, _: ["nbytes", value[:]],
     **{kind: _pack_torch(tag) for tag, (kind, _) in _TORCH_NAMES.items()},

@@ -1,4 +1,4 @@
-"""The envelope that a manifest is written in, and what can be read of it without what tensors are.
+"""The envelope of a manifest, and what can be read of it without knowing tensors.
 
 The envelope is the same in all versions, so that any version can tell damage from a version that it does not know:
 
@@ -6,7 +6,7 @@ The envelope is the same in all versions, so that any version can tell damage fr
     4 bytes    version, little-endian
     8 bytes    length of the body, little-endian
     …          body: MessagePack
-    32 bytes   BLAKE3 of all before
+    32 bytes   BLAKE3 of everything before
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def wrap(version: int, body: bytes) -> bytes:
 
 
 def unwrapped(decoder: msgspec.msgpack.Decoder[_T], data: bytes | memoryview, *, source: str) -> _T:
-    """The body as ``decoder`` reads it, once the envelope was checked; ``source`` says in errors where it was read.
+    """The body as ``decoder`` reads it, once the envelope was checked; errors name ``source`` as the place where it was read.
 
     :raises Corrupt: a byte is wrong or missing.
     :raises Unavailable: it is whole, but of a version that this code does not know.
@@ -74,7 +74,7 @@ def unwrapped(decoder: msgspec.msgpack.Decoder[_T], data: bytes | memoryview, *,
 
 
 def decode_packs(data: bytes | memoryview, *, source: str) -> tuple[PackInfo, ...]:
-    """Only the packs that the manifest in ``data`` needs, without the cost of the rest; its bytes are checked as in ``decode``."""
+    """Only the packs that the manifest in ``data`` needs, without the cost of the rest; the bytes are checked as in ``decode``."""
     return unwrapped(_packs_decoder, data, source=source).packs
 
 

@@ -36,12 +36,12 @@ MemoryKey = tuple[int, torch.device, torch.dtype, tuple[int, ...], tuple[int, ..
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """torch's name without the prefix: ``float32``."""
+    """torch's name of the dtype without the prefix: ``float32``."""
     return _NAMES[dtype]
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """The dtype of that name.
+    """The dtype with that name.
 
     :raises InvalidInput: this torch has none.
     """
@@ -54,7 +54,7 @@ def dtype_of(name: str) -> torch.dtype:
 def dense_view(tensor: torch.Tensor) -> torch.Tensor | None:
     """The tensor's bytes in memory order as a flat ``uint8`` view that shares its memory, without autograd.
 
-    None when there is no such view (holes, overlap, pending conjugation): use ``compact``.
+    None if there is no such view (holes, overlap, pending conjugation): use ``compact``.
     """
     tensor = tensor.detach()
     if tensor.is_conj() or tensor.is_neg():
@@ -71,7 +71,7 @@ def dense_view(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def compact(tensor: torch.Tensor) -> torch.Tensor:
-    """A dense copy of the same shape; its strides are those under which the tensor will come back."""
+    """A dense copy of the same shape; its strides are those with which the tensor will come back."""
     source = tensor.detach()
     strides = dense_strides(source.shape, source.stride())
     shape, kept = _stored(source.shape, source.stride())
@@ -102,21 +102,21 @@ def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
 
 
 def stored_bytes(dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int]) -> int:
-    """Bytes that a tensor, or a shard of it, takes in the stream: dimensions of stride 0 count once."""
+    """The bytes that a tensor, or a shard of it, takes in the stream: dimensions of stride 0 count once."""
     return dtype.itemsize * _product(_stored(shape, strides)[0])
 
 
 def spec_of(path: str, tensor: torch.Tensor, *, alias: int | None = None, shards: Sequence[Shard] = ()) -> TensorSpec:
-    """The entry of ``tensor`` in a manifest; its strides are those under which it will come back."""
+    """The entry of ``tensor`` in a manifest; its strides are those with which it will come back."""
     shape = tuple(tensor.shape)
     strides = dense_strides(shape, tensor.stride())
     return TensorSpec(path, _NAMES[tensor.dtype], shape, strides, alias, tensor.requires_grad, tuple(shards))
 
 
 def rebuild(data: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
-    """The tensor that ``spec`` describes, over ``data``: its stored bytes as flat ``uint8``, whose memory it shares.
+    """The tensor that ``spec`` describes; ``data`` is its stored bytes as flat ``uint8``, whose memory it shares.
 
-    Copies only when ``data`` is not aligned to the item size. Values, shape and strides are those of the original;
+    Copies only if ``data`` is not aligned to the item size. Values, shape and strides are those of the original;
     ``requires_grad`` is False.
 
     :raises Corrupt: the bytes do not fit the description.
@@ -139,7 +139,7 @@ def memory_key(tensor: torch.Tensor) -> MemoryKey | None:
 
 
 def _stored(shape: Sequence[int], strides: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shape and strides with each dimension of stride 0 narrowed to one element."""
+    """Shape and strides, with each dimension of stride 0 narrowed to one element."""
     if 0 in strides and 0 not in shape:
         return tuple([1 if not stride else size for size, stride in zip(shape, strides, strict=True)]), tuple(strides)
     return tuple(shape), tuple(strides)

@@ -1,7 +1,7 @@
-"""Digests of chunks as two kernels of Triton: one reads all blocks at the speed of memory, one goes through the blocks of each chunk.
+"""Digests of chunks as two Triton kernels: one reads all blocks at the speed of memory, one goes through the blocks of each chunk.
 
-Imported where Triton is installed, by ``digester``; ``blocks`` says which bytes make up which chunks. Never run on a device so far:
-Triton's interpreter says that the digests are right, and its compiler that there is machine code for them.
+``digester`` imports this if Triton is installed; ``blocks`` says which bytes make up which chunks. The kernels have never run on a device
+so far: Triton's interpreter shows that the digests are right, and its compiler produces machine code for them.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from .xxh3 import BLOCK_BYTES, INITIAL, INNER, LAST, SCRAMBLE
 __all__ = ["Launch", "chain", "sums"]
 
 _MOST = 64
-"""Blocks that one program reads."""
+"""The number of blocks that one program reads."""
 
 _AT_ONCE = 8
-"""Blocks that it reads at a time."""
+"""The number of blocks that it reads at a time."""
 
 _CHUNKS = 4
-"""Chunks whose lanes one program takes along: eight lanes each make a warp."""
+"""The number of chunks whose lanes one program processes: with eight lanes each they make a warp."""
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # Triton's
 def sums(tiles: tl.tensor, base: tl.tensor, secret: tl.tensor, out: tl.tensor, most: tl.constexpr, at_once: tl.constexpr) -> None:
-    """What the blocks of tile ``program_id`` add to the lanes. A tile: where its first block is from ``base`` on, its row in ``out``, and
-    how many it has.
+    """What the blocks of tile ``program_id`` add to the lanes. A tile is the offset of its first block from ``base``, its row in ``out``,
+    and the number of its blocks.
 
-    A thread has two neighbouring lanes of a block: they alone exchange anything.
+    A thread has two neighbouring lanes of a block; only these two exchange anything.
     """
     tile = tiles + tl.program_id(0) * 3
     source = tl.multiple_of((tl.load(tile) + base).to(tl.pointer_type(tl.uint64)), 16)
@@ -63,9 +63,10 @@ def chain(
     longest: tl.tensor,
     chunks: tl.constexpr,
 ) -> None:
-    """The lanes of ``chunks`` chunks, from what their blocks add and their last block. ``ends``: how many before it, and its stripes.
+    """The lanes of ``chunks`` chunks, from what their blocks add and from their last block. ``ends`` has the number of blocks before that
+    one, and its stripes.
 
-    ``words`` are the secret of the last block, the lanes at first, and the secret that is mixed in.
+    ``words`` has the secret of the last block, the initial lanes, and the secret that is mixed in.
     """
     chunk = tl.program_id(0).to(tl.int64) * chunks + tl.arange(0, chunks)[:, None]
     lane = tl.arange(0, 8)[None, :]
@@ -88,7 +89,7 @@ def chain(
 
 
 class Launch:
-    """The kernels over the blocks of chunks. What each call gives is the caller's."""
+    """The kernels over the blocks of chunks. The caller owns what each call returns."""
 
     def __init__(self, blocks: Blocks) -> None:
         like = blocks.like
@@ -106,7 +107,7 @@ class Launch:
         self._words = brought(np.concatenate([LAST.reshape(-1), INITIAL, SCRAMBLE]), like).view(torch.uint64)
 
     def __call__(self, edges: torch.Tensor) -> torch.Tensor:
-        """Queue them on the current stream; the lanes, (chunks, 8). ``edges`` are those that were gathered."""
+        """Queue the kernels on the current stream; returns the lanes, (chunks, 8). ``edges`` are the blocks that were gathered."""
         words = edges.view(torch.uint64)
         added, lanes = words.new_empty(self._count, self._longest, 8), words.new_empty(self._count, 8)
         for tiles, base in ((self._tiles, 0), (self._rest_tiles, edges.data_ptr())):

@@ -1,4 +1,4 @@
-"""Tensors that are no plain stretch of memory: sparse and quantized ones as dense parts, and back."""
+"""Tensors that are not a plain stretch of memory: sparse and quantized ones as dense parts, and back."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ Parts = tuple[tuple[Any, ...], tuple[object, ...]]
 
 
 def decompose(tensor: torch.Tensor) -> torch.Tensor | Parts:
-    """The tensor itself if it is a plain strided one, otherwise the parts that it is made of.
+    """The tensor itself if it is a plain strided one, otherwise its parts.
 
-    :raises Unencodable: it has no bytes, or is of a layout that has no parts.
+    :raises Unencodable: it has no bytes, or its layout has no parts.
     """
     if tensor.is_meta:
         if owners_of(tensor) is not None:
@@ -55,9 +55,9 @@ def decompose(tensor: torch.Tensor) -> torch.Tensor | Parts:
 
 
 def compose(node: tuple[Any, ...], parts: Sequence[Any]) -> torch.Tensor:
-    """The tensor whose ``decompose`` gave ``node`` and ``parts``; indices are checked.
+    """The tensor for which ``decompose`` returned ``node`` and ``parts``; indices are checked.
 
-    Raises what torch raises where the parts do not fit together.
+    Raises torch's own error if the parts do not fit together.
     """
     tag, first = node[0], node[1]
     if tag == "coo":
@@ -72,7 +72,7 @@ def compose(node: tuple[Any, ...], parts: Sequence[Any]) -> torch.Tensor:
         if tag == "qt":
             tensor = torch._make_per_tensor_quantized_tensor(parts[0], parts[1], parts[2])
         else:
-            # Whoever copies such a tensor shares its scales, which may lie in memory that is only lent.
+            # A copy of such a tensor shares its scales, which may lie in memory that is only lent.
             tensor = torch._make_per_channel_quantized_tensor(parts[0], parts[1].clone(), parts[2].clone(), node[2])
     if tensor.dtype != dtype:
         raise Corrupt(f"a quantized tensor came back as {dtype_name(tensor.dtype)}, not {first}")

@@ -1,13 +1,13 @@
 """What a state consists of: every leaf of its tree, each tensor's geometry, and the digest of every chunk.
 
-A state's tensor bytes are one *stream* of chunks. Each chunk holds ``CHUNK_BYTES`` except the last of its group (what
-stays the same is grouped apart from what changes, so that an unchanged chunk keeps its digest). A tensor lies at
-``start``: chunk ``start // CHUNK_BYTES``, offset ``start % CHUNK_BYTES``, going on in the chunks that follow. Within a
-group tensors are ordered by falling item size, so each is aligned to its item size without padding. Those of
-``LARGE_BYTES`` and more begin at a multiple of ``ALIGNED_BYTES``, so that a device can digest a chunk where they lie; what
-lies between them is zeros. States from before that have no such gaps, and readers know none: a shard says where it lies.
+A state's tensor bytes are one *stream* of chunks. Each chunk holds ``CHUNK_BYTES`` except the last of its group (tensors that
+stay the same are grouped apart from those that change, so that an unchanged chunk keeps its digest). A tensor lies at
+``start``: chunk ``start // CHUNK_BYTES``, offset ``start % CHUNK_BYTES``, and continues in the chunks that follow. Within a
+group tensors are ordered by falling item size, so each is aligned to its item size without padding. Tensors of
+``LARGE_BYTES`` and more begin at a multiple of ``ALIGNED_BYTES``, so that a device can digest their chunks in place; the
+gaps between them are zeros. Older states have no such gaps, and readers need not know of them: a shard says where it lies.
 
-``Content`` says what a state is and nothing about where its bytes lie, so a state has the same digest in memory, on
+``Content`` says what a state is, and nothing about where its bytes lie, so a state has the same digest in memory, on
 disk and on another node. ``Manifest`` adds where this tier holds each chunk, and the state's place in the lineage, so
 that the lineage database can be rebuilt from the manifests alone.
 """
@@ -33,26 +33,26 @@ __all__ = [
 ]
 
 CHUNK_BYTES = 4 << 20
-"""Bytes of a chunk, and of a slot of the arena."""
+"""The size of a chunk, and of a slot of the arena."""
 
 LARGE_BYTES = 64 << 10
-"""Tensors of so many bytes are laid out apart from smaller ones, and aligned."""
+"""Tensors of at least this many bytes are laid out apart from smaller ones, and aligned."""
 
 ALIGNED_BYTES = 1 << 10
-"""Bytes of a block of xxh3, to which large tensors are aligned in the stream."""
+"""The size of a block of xxh3, to which large tensors are aligned in the stream."""
 
 VERSION = 1
 """The version of manifest that this code writes and reads."""
 
 Attribute = str | int | float | bool | None
-"""What an attribute may hold."""
+"""The types that an attribute may have."""
 
 
 class Shard(msgspec.Struct, frozen=True, array_like=True):
     """A hyper-rectangle of a tensor held by one rank; its bytes lie at ``start`` of that rank's stream.
 
-    They lie as a dense tensor of ``shape`` does whose dimensions are in the order of the whole tensor's strides. A dimension of
-    stride 0 is not cut.
+    They are laid out as those of a dense tensor of ``shape`` whose dimensions are in the order of the whole tensor's strides. A dimension
+    of stride 0 is not cut.
     """
 
     offset: tuple[int, ...]
@@ -87,7 +87,7 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Content(msgspec.Struct, frozen=True, array_like=True):
-    """What a state is. ``skeleton`` and ``values`` are what ``tree.flatten`` made, as MessagePack."""
+    """What a state is. ``skeleton`` and ``values`` are those that ``tree.flatten`` made, as MessagePack."""
 
     skeleton: msgspec.Raw
     values: msgspec.Raw
@@ -112,7 +112,7 @@ class PackInfo(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Origin(msgspec.Struct, frozen=True, array_like=True):
-    """The state's place in the lineage: all that is needed to record it again."""
+    """The state's place in the lineage: everything that is needed to record it again."""
 
     uid: str
     parents: tuple[str, ...]
@@ -130,9 +130,9 @@ class Origin(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, array_like=True):
-    """A state's part on one rank: all of it, if there is one. ``digest`` is ``digest.digest_of(content, origin)``, hex.
+    """A state's part on one rank, or all of it if there is only one. ``digest`` is ``digest.digest_of(content, origin)``, hex.
 
-    Of a part of several, ``origin`` names the parents once the state is whole, and no sooner.
+    For a part of several, ``origin`` names the parents once the state is whole, and no sooner.
     """
 
     version: int

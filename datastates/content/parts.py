@@ -1,7 +1,7 @@
-"""A state out of its parts, one a rank: one content whose stream is those of the parts, one after the other.
+"""A state joined from its parts, one for each rank: one content whose stream is those of the parts, one after the other.
 
-Every part says the whole tree, and of each tensor the whole geometry and the shards that it holds itself. So a tensor's shards are those
-of all parts together, and what a part knows of the others is nothing: it was made without them.
+Every part has the whole tree, and for each tensor the whole geometry and the shards that its rank holds. So a tensor's shards are those
+of all parts together. A part knows nothing of the others, because it was made without them.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def first_chunks(parts: Sequence[Manifest]) -> list[int]:
 def join(parts: Sequence[Manifest], *, rank: int = 0) -> Manifest:
     """The whole state, from the checked manifests of all its parts by rank. A single part is the whole state.
 
-    Values that are no tensors, and what ``origin`` says, are those of ``rank``; the digest is the state's. Where its chunks lie the
-    manifest does not say: each part knows that of its own.
+    Values that are not tensors, and the content of ``origin``, are those of ``rank``; the digest is the state's. The manifest does not say
+    where its chunks lie: each part knows that for its own chunks.
 
     :raises Corrupt: the parts are not those of one state, or a tensor is not whole; names the state and the contradiction.
     :raises NotFound: the state has no such rank.
@@ -53,7 +53,7 @@ def join(parts: Sequence[Manifest], *, rank: int = 0) -> Manifest:
 
 
 def _check_same(parts: Sequence[Manifest]) -> None:
-    """Raises unless the parts are all those of one state, in order."""
+    """Raise unless the parts are all those of one state, in order."""
     first = parts[0]
     for rank, part in enumerate(parts):
         origin = part.origin

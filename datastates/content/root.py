@@ -1,4 +1,4 @@
-"""The digest of a state out of those of its parts (see ``digest``); the lineage needs it, which knows no torch."""
+"""The digest of a state from those of its parts (see ``digest``), for the lineage, which does not use torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _PARTS = b"datastates parts 1\0"
 
 
 def root_digest(digests: Sequence[str], parent_digests: Sequence[str] = ()) -> str:
-    """The digest of a state out of those of its parts, by rank, and of its parents: of one part its own, which covers the parents."""
+    """The digest of a state from those of its parts, by rank, and of its parents; of a single part its own, which covers the parents."""
     if len(digests) == 1:
         return digests[0]
     hasher = blake3(_PARTS + len(digests).to_bytes(8, "little"))

@@ -1,5 +1,6 @@
-"""A tensor's shards: whether they make up the whole of it, its bytes put together from theirs, and cut into theirs again; what lies
-between those of a state."""
+"""A tensor's shards: whether they make up all of it, its bytes joined from theirs and cut into theirs again, and the gaps between those of
+a state.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ MAX_CUT = 4
 """The most dimensions along which the shards of one tensor may be cut: a mesh cuts as many as it has itself."""
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
-"""What elements are copied as, by their size: bit by bit, whatever they mean."""
+"""The dtypes as which elements are copied, by their size: bit by bit, whatever they mean."""
 
 
 def is_whole(spec: TensorSpec) -> bool:
@@ -28,15 +29,15 @@ def is_whole(spec: TensorSpec) -> bool:
 
 
 def bytes_of(spec: TensorSpec) -> int:
-    """The bytes of all its shards; none for a tensor that is tied to an earlier one."""
+    """The bytes of all its shards; 0 for a tensor that is tied to an earlier one."""
     return sum(shard.length for shard in spec.shards)
 
 
 def covers(spec: TensorSpec) -> bool:
-    """Whether its shards, each of which lies inside the tensor, hold every element exactly once.
+    """Whether the shards, each of which lies inside the tensor, hold every element exactly once.
 
-    Every box adds one to some corners and takes one from the others, in turns. Boxes tile the whole exactly if all of that comes to
-    what the whole alone comes to: this takes time in proportion to the shards, however they lie.
+    Every box adds one to some of its corners and subtracts one from the others, alternately. Boxes tile the whole exactly if all of these
+    add up to what the whole alone gives. This takes time in proportion to the number of shards, however they lie.
     """
     if 0 in spec.shape or is_whole(spec):
         return True
@@ -51,14 +52,14 @@ def covers(spec: TensorSpec) -> bool:
 
 
 def empty(spec: TensorSpec) -> torch.Tensor:
-    """Memory for the tensor's stored bytes, which nobody has touched yet."""
+    """Untouched memory for the tensor's stored bytes."""
     return torch.empty(stored_bytes(dtype_of(spec.dtype), spec.shape, spec.strides), dtype=torch.uint8, device="cpu")
 
 
 def assemble(spec: TensorSpec, read: Callable[[Shard], torch.Tensor]) -> torch.Tensor:
-    """The tensor's stored bytes, flat: what ``read`` gives of its single shard as it is, else memory of their own.
+    """The tensor's stored bytes, flat: those that ``read`` returns for a single shard, as they are, else memory of their own.
 
-    ``read`` gives the stored bytes of a shard as flat ``uint8``; the shards cover the tensor.
+    ``read`` returns the stored bytes of a shard as flat ``uint8``; the shards cover the tensor.
     """
     if is_whole(spec):
         return read(spec.shards[0])
@@ -70,7 +71,7 @@ def assemble(spec: TensorSpec, read: Callable[[Shard], torch.Tensor]) -> torch.T
 
 
 def cut(spec: TensorSpec, flat: torch.Tensor) -> Iterator[tuple[Shard, torch.Tensor]]:
-    """Each shard and its stored bytes out of those of the whole tensor: the way back from ``assemble``."""
+    """Each shard and its stored bytes, cut out of those of the whole tensor: the reverse of ``assemble``."""
     for shard in spec.shards:
         if is_whole(spec):
             yield shard, flat
@@ -81,7 +82,7 @@ def cut(spec: TensorSpec, flat: torch.Tensor) -> Iterator[tuple[Shard, torch.Ten
 
 
 def gaps(specs: Sequence[TensorSpec], lengths: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """What of the chunks of these lengths no shard has: which chunk, and from which byte to which."""
+    """The parts of chunks of these lengths that no shard has: the chunk, and from which byte to which."""
     taken: dict[int, list[tuple[int, int]]] = {}
     for spec in specs:
         for shard in spec.shards:
@@ -116,6 +117,6 @@ def _elements(flat: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
 
 
 def _box(flat: torch.Tensor, spec: TensorSpec, shard: Shard) -> torch.Tensor:
-    """The place of the shard's elements in the whole tensor."""
+    """The view of the shard's elements in the whole tensor."""
     whole = _elements(flat, spec)
     return whole[tuple(slice(offset, offset + size) for offset, size in zip(shard.offset, shard.shape, strict=True))]

@@ -1,4 +1,4 @@
-"""The shape of a state: which containers, which keys, where leaves stand; what stays the same from capture to capture.
+"""The shape of a state, which stays the same from capture to capture: its containers, their keys, and the places of leaves.
 
 A skeleton is a flat list of nodes in preorder. ``TENSOR`` and ``VALUE`` are leaves: the next tensor, the next value. A
 container is a tuple, followed by the nodes of its children:
@@ -51,9 +51,9 @@ class Skeleton:
 
     @property
     def encoded(self) -> bytes:
-        """MessagePack, made once.
+        """The skeleton as MessagePack, made once.
 
-        :raises Unsupported: a key is no valid Unicode.
+        :raises Unsupported: a key is not valid Unicode.
         """
         if self._encoded is None:
             try:
@@ -117,7 +117,7 @@ def paths(nodes: Sequence[Node]) -> Iterator[str]:
 
 
 def path_lengths(nodes: Sequence[Node]) -> Iterator[int]:
-    """The length of each node's path, without making it: a long key stands in the path of everything below it.
+    """The length of each node's path, without making it: a long key is part of the path of everything below it.
 
     :raises Corrupt: a node lies deeper than any that is written.
     """
@@ -132,9 +132,9 @@ def path_lengths(nodes: Sequence[Node]) -> Iterator[int]:
 
 
 def pack_key(key: object) -> str | bytes:
-    """A dict's key as a skeleton holds it.
+    """A dict's key in the form that a skeleton holds.
 
-    :raises Unencodable: no safe encoding.
+    :raises Unencodable: there is no safe encoding.
     """
     if type(key) is str:
         return key
@@ -144,7 +144,7 @@ def pack_key(key: object) -> str | bytes:
 
 
 def key_of(packed: str | bytes) -> Any:
-    """The key that ``pack_key`` took.
+    """The key that ``pack_key`` packed.
 
     :raises Corrupt: it is not one.
     """
@@ -190,7 +190,7 @@ def _join(path: str, part: str | None) -> str:
 
 
 def _key_parts(keys: Sequence[str | bytes]) -> list[str]:
-    """Keys as parts of paths, told apart where an int 1 meets a str "1". ``%`` in a key is escaped, so no part collides."""
+    """Keys as parts of paths, told apart if an int 1 meets a str "1". ``%`` in a key is escaped, so that no parts collide."""
     if bytes not in set(map(type, keys)):
         return [_escape(key) for key in keys if isinstance(key, str)]
     used = {_escape(key) for key in keys if isinstance(key, str)}
@@ -205,7 +205,7 @@ def _key_parts(keys: Sequence[str | bytes]) -> list[str]:
         if part in used:
             text = part = f"{text}%{type(key).__name__}"
         number = numbers.get(text, 1)
-        while part in used:  # by several NaN, for one
+        while part in used:  # by several NaN, for example
             number += 1
             part = f"{text}%{number}"
         numbers[text] = number
@@ -255,7 +255,7 @@ def _frozen(item: Any) -> Any:
 def _is_keys(keys: Any) -> bool:
     if type(keys) is not tuple or not all(type(key) in (str, bytes) for key in keys):
         return False
-    # Others may repeat: a dict holds several NaN.
+    # Others may repeat: a dict can hold several NaN.
     texts = [key for key in keys if type(key) is str]
     return len(set(texts)) == len(texts)
 

@@ -1,6 +1,6 @@
-"""Tensors that do not lie in one process's memory whole: DTensors, and those that only some ranks were given.
+"""Tensors that do not lie whole in one process's memory: DTensors, and tensors that only some ranks were given.
 
-Nothing is imported for them: where nobody has imported DTensor, nobody has made one.
+Nothing is imported for them: if nobody has imported DTensor, nobody has made one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _owners = WeakIdKeyDictionary()
 
 
 def kinds() -> frozenset[type[Any]]:
-    """The types, exactly, of the tensors that a state takes as they are."""
+    """The exact types of the tensors that a state takes as they are."""
     found = _dtensor()
     return _PLAIN if found is None else _PLAIN | {found}
 
@@ -41,19 +41,19 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def give(tensor: torch.Tensor, owners: Sequence[int]) -> torch.Tensor:
-    """Note that only the ranks ``owners`` hold this tensor, and return it. On the others a ``stand_in`` stands for it."""
+    """Note that only the ranks ``owners`` hold this tensor, and return it. The other ranks have a ``stand_in`` for it."""
     _owners[tensor] = tuple(sorted(owners))
     return tensor
 
 
 def owners_of(tensor: torch.Tensor) -> tuple[int, ...] | None:
-    """The ranks that a plain tensor was given to, ascending; None: nothing was said, and every rank has it."""
+    """The ranks to which a plain tensor was given, ascending; None: nothing was noted, and every rank has it."""
     found: tuple[int, ...] | None = _owners.get(tensor)
     return found
 
 
 def stand_in(like: torch.Tensor, owners: Sequence[int]) -> torch.Tensor:
-    """A tensor without bytes, of the geometry of ``like``, for one that other ranks hold."""
+    """A tensor without bytes, of the geometry of ``like``, that stands for one that other ranks hold."""
     return give(torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="meta"), owners)
 
 

@@ -1,13 +1,13 @@
 """Nested state to leaves and back.
 
 ``flatten`` separates what stays the same from capture to capture (the skeleton) from what changes (values, tensors). It
-runs on the training thread at each capture, so it builds nothing that the previous capture can lend: paths are made
+runs on the training thread at each capture, so it builds nothing that it can take over from the previous capture: paths are made
 when the skeleton changes, and a tensor object that the previous capture saw is not looked at again.
 
-What comes back: containers of the exact type, with keys of the exact type in the exact order; tensors plain (a
+What comes back: containers of the exact type, with keys of the exact type in the exact order; plain tensors (a
 ``Parameter`` comes back as a tensor), with conjugation and negation resolved. A ``defaultdict`` keeps a factory of
-Python's own (``list``, ``dict``, ``set``, ``int``, …) and is refused with another. A container that appears twice comes
-back twice; tensors that share memory are tied again by whoever hands equal tensors to ``unflatten``.
+Python's own (``list``, ``dict``, ``set``, ``int``, …) and is refused with any other. A container that appears twice comes
+back twice; tensors that share memory are tied again if the caller hands equal tensors to ``unflatten``.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ __all__ = [
 ]
 
 ARRAY_BYTES = 64 << 10
-"""NumPy arrays from this size on are leaves, whose chunks are kept once, instead of values."""
+"""NumPy arrays of at least this size are leaves, whose chunks are kept once, instead of values."""
 
 OWN = "datastates.own"
 """The name under which a skeleton has an ``Owned`` tree, whose bytes are one value."""
@@ -76,7 +76,7 @@ class Leaf(msgspec.Struct, frozen=True, eq=False):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Owned:
-    """A tree that each rank has for itself: it stands in a state as one value, so that its form may differ from rank to rank."""
+    """A tree that each rank has for itself: a state holds it as one value, so that its form may differ from rank to rank."""
 
     tree: object
 
@@ -99,7 +99,7 @@ class _Own(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Number:
-    """One number on a device. Among the values it stands for the ``kind`` of number that it is, until somebody has brought it over."""
+    """One number on a device. It stands among the values as a number of type ``kind`` until it is copied to the host."""
 
     tensor: torch.Tensor
     kind: type[int] | type[float]
@@ -107,7 +107,7 @@ class Number:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Span:
-    """The result for a lasting part of the tree. ``part`` is held, so that its id stays its own."""
+    """The result for a lasting part of the tree. ``part`` is held, so that its id is not reused."""
 
     part: object
     nodes: list[Node]
@@ -117,7 +117,7 @@ class _Span:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Flat:
-    """A state taken apart. ``values`` are packed and share no memory with the tree, but for a ``Number``; ``tensors`` are the live ones.
+    """A state taken apart. ``values`` are packed and share no memory with the tree, except a ``Number``; ``tensors`` are the live ones.
 
     Large NumPy arrays are tensors over the arrays' own memory.
     """
@@ -133,15 +133,15 @@ class Flat:
 
 
 def flatten(tree: object, previous: Flat | None = None, lasting: Iterable[object] = ()) -> Flat:
-    """Take ``tree`` apart. ``previous`` is what an earlier capture of the same training gave: it makes this one cheap.
+    """Take ``tree`` apart. ``previous`` is the result of an earlier capture of the same training: it makes this one cheap.
 
-    ``lasting`` are parts of it that hold the same objects for as long as they are the same objects themselves: what
-    ``previous`` made of them holds still.
+    ``lasting`` are parts of the tree that hold the same objects for as long as they are the same objects themselves: their results in
+    ``previous`` stay valid.
 
-    When the skeleton is as it was, the result holds the very same ``Skeleton`` object, and the same list of leaves if
+    If the skeleton is unchanged, the result holds the very same ``Skeleton`` object, and the same list of leaves if
     every tensor is the same object, so callers may cache by identity.
 
-    :raises Unsupported: something has no safe encoding; names its path, its type and the next step.
+    :raises Unsupported: a value has no safe encoding; names its path, its type and what to do next.
     """
     walk = _Walk(previous._seen if previous is not None else frozenset(), previous._spans if previous is not None else {}, lasting)
     try:
@@ -162,12 +162,12 @@ def flatten(tree: object, previous: Flat | None = None, lasting: Iterable[object
 
 
 def unflatten(skeleton: Skeleton, values: Sequence[Packed], tensors: Sequence[torch.Tensor | None], *, is_sketch: bool = False) -> Any:
-    """Put a state together again; ``values`` are packed, as ``flatten`` or ``decode_values`` gave them.
+    """Put a state together again; ``values`` are packed, as ``flatten`` or ``decode_values`` returned them.
 
     A tensor that is None leaves None in its place, and in the place of what is made of it: a sparse or quantized tensor, a
     large array, an object of a registered encoder. For a sketch no element of a tensor is read: a sparse or quantized tensor
-    stands as one of the same shape and dtype without bytes (on ``meta``), a large array without bytes as zeros, an object of an encoder as
-    the name of that.
+    becomes one of the same shape and dtype without bytes (on ``meta``), a large array without bytes becomes zeros, an object of an encoder
+    becomes the encoder's name.
 
     :raises InvalidInput: an object needs an encoder that is not registered here.
     :raises Corrupt: skeleton, values and tensors do not belong together.
@@ -182,9 +182,9 @@ def unflatten(skeleton: Skeleton, values: Sequence[Packed], tensors: Sequence[to
 
 
 def pack_tree(tree: object) -> bytes:
-    """A tree as bytes, which share no memory with it.
+    """A tree as bytes that share no memory with it.
 
-    :raises Unsupported: something has no safe encoding, or is not in this process's memory; names it.
+    :raises Unsupported: a value has no safe encoding, or is not in this process's memory; names it.
     """
     flat = flatten(tree)
     tensors = tuple([_own_tensor(leaf) for leaf in flat.tensors])
@@ -193,9 +193,9 @@ def pack_tree(tree: object) -> bytes:
 
 
 def unpack_tree(data: bytes) -> Any:
-    """The tree that ``pack_tree`` took.
+    """The tree that ``pack_tree`` packed.
 
-    :raises Corrupt: the bytes are something else, or do not agree with each other.
+    :raises Corrupt: the bytes are something else, or contradict each other.
     """
     try:
         own = msgspec.msgpack.decode(data, type=_Own)
@@ -242,7 +242,8 @@ def _renewed(leaves: list[Leaf], tensors: list[torch.Tensor]) -> list[Leaf]:
 class _Walk:
     """One walk over a tree. ``seen`` are ids of tensors known to be plain, kept alive by the previous ``Flat``.
 
-    ``nodes`` are an outline: a lasting part is one entry, its ``_Span``, and ``tensors`` are those of no such part. ``whole`` fills in.
+    ``nodes`` are an outline: a lasting part is one entry, its ``_Span``, and ``tensors`` are those outside such parts. ``whole`` fills them
+    in.
     """
 
     __slots__ = ("_derived", "_kinds", "_known", "_lasting", "_seen", "has_numbers", "nodes", "spans", "tensors", "values")
@@ -253,13 +254,13 @@ class _Walk:
         self.spans: dict[int, _Span] = {}
         self.has_numbers = False
         self._derived = 0
-        """How many things were turned into something else: what they were may change, and what they became would not."""
+        """How many objects were converted into something else: they may change later, and what they became would not."""
         self.nodes: list[Node | _Span] = []
         self.values: list[Packed] = []
         self.tensors: list[torch.Tensor] = []
 
     def whole(self) -> tuple[list[Node], list[torch.Tensor]]:
-        """The nodes and tensors of the tree, those of lasting parts in their places."""
+        """The nodes and tensors of the tree, including those of lasting parts, in their places."""
         nodes: list[Node] = []
         tensors: list[torch.Tensor] = []
         loose = iter(self.tensors)
@@ -274,7 +275,7 @@ class _Walk:
         return nodes, tensors
 
     def children(self, children: Collection[object], depth: int) -> None:
-        """Append the nodes of ``children``, whose types are tested exactly, the frequent first."""
+        """Append the nodes of ``children``; types are tested exactly, the frequent ones first."""
         nodes, values, tensors, seen = self.nodes, self.values, self.tensors, self._seen
         if len(children) >= _BULK and seen.issuperset(map(id, children)) and self._kinds.issuperset(map(type, children)):
             nodes.extend(repeat(TENSOR, len(children)))
@@ -301,7 +302,7 @@ class _Walk:
                 _WALKERS.get(kind, _Walk._other)(self, child, depth)
 
     def _last(self, child: object, depth: int) -> None:
-        """A part that lasts: what the previous walk made of it, or a note of what this one does."""
+        """Append a lasting part: the result of the previous walk, or a new one, which is noted."""
         span = self._known.get(id(child))
         if span is None:
             nodes, values, tensors = len(self.nodes), len(self.values), len(self.tensors)
@@ -335,19 +336,19 @@ class _Walk:
         self._inside(children, depth)
 
     def value(self, value: object, _depth: int) -> None:
-        """A value as a whole."""
+        """Append a value as a whole."""
         packed = pack(value)
         self.values.append(packed)
         self.nodes.append(VALUE)
 
     def number(self, number: Number, _depth: int) -> None:
-        """A value that is on its way."""
+        """Append a number that is still on a device."""
         self.has_numbers = True
         self.values.append(number)
         self.nodes.append(VALUE)
 
     def sequence(self, items: Any, depth: int) -> None:
-        """A list, tuple or deque: one value if it holds scalars only, so that a growing history keeps the skeleton."""
+        """Append a list, tuple or deque: one value if it holds only scalars, so that a growing history keeps the skeleton."""
         kind = type(items)
         if SCALARS.issuperset(map(type, items)):
             self.value(items, depth)
@@ -357,7 +358,7 @@ class _Walk:
         self._inside(items, depth)
 
     def mapping(self, mapping: Any, depth: int) -> None:
-        """An OrderedDict or a defaultdict."""
+        """Append an OrderedDict or a defaultdict."""
         keys = tuple(map(pack_key, mapping))
         if type(mapping) is OrderedDict:
             metadata = getattr(mapping, "_metadata", None)
@@ -372,13 +373,13 @@ class _Walk:
         self._inside(mapping.values(), depth)
 
     def owned(self, owned: Owned, _depth: int) -> None:
-        """What this rank has of its own."""
+        """Append what this rank has of its own."""
         self._derived += 1
         self.nodes += (("x", OWN), VALUE)
         self.values.append(pack_tree(owned.tree))
 
     def array(self, array: np.ndarray[Any, Any], depth: int) -> None:
-        """A NumPy array: a value when small, else its memory as a tensor."""
+        """Append a NumPy array: a value if it is small, else its memory as a tensor."""
         if array.nbytes < ARRAY_BYTES:
             self.value(array, depth)
             return
@@ -467,7 +468,7 @@ class _Build:
             raise Corrupt(f"a part of the state does not come back ({reprlib.repr(node)}): {type(exc).__name__}: {exc}") from exc
 
     def check_all_used(self) -> None:
-        """Refuse what is left over."""
+        """Raise if anything is left over."""
         for what, rest in (("values", self._values), ("tensors", self._tensors), ("nodes", self._nodes)):
             left = sum(1 for _ in rest)
             if left:
@@ -479,7 +480,7 @@ class _Build:
         return tensor
 
     def _whole(self, count: int, depth: int) -> list[Any] | None:
-        """The next ``count`` objects, or None when a tensor of theirs is missing."""
+        """The next ``count`` objects, or None if one of their tensors is missing."""
         before = self._missing
         items = self._items(count, depth)
         return items if self._missing == before else None
@@ -539,7 +540,7 @@ class _Build:
 
 
 class _Sketch(_Build):
-    """A way back for tensors whose elements are not there yet."""
+    """The way back for tensors whose elements are not there yet."""
 
     __slots__ = ()
 

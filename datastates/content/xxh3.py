@@ -1,8 +1,8 @@
-"""XXH3-128's long form, cut so that many chunks are digested at once: numbers that it is made of, and its end.
+"""XXH3-128's long form, split so that many chunks are digested at once: its constants, and its end.
 
-It reads stripes of 64 bytes, in blocks of 1 KiB, into eight *lanes* of 64 bits. What a block adds to the lanes depends on its bytes
-alone, so that is worked out for all blocks at once; then the lanes of a chunk go through its blocks one after the other. Only the lanes
-go to the host, 64 bytes for each chunk, where ``digests_of`` ends what was begun. Seed 0 and the default secret, as ``chunk_digest``.
+The hash reads stripes of 64 bytes, in blocks of 1 KiB, into eight *lanes* of 64 bits. What a block adds to the lanes depends only on its
+bytes, so that is computed for all blocks at once; then the lanes of a chunk go through its blocks one after the other. Only the lanes
+go to the host, 64 bytes for each chunk, where ``digests_of`` finishes the hash. Seed 0 and the default secret, as in ``chunk_digest``.
 After the specification of xxHash, https://github.com/Cyan4973/xxHash/blob/dev/doc/xxhash_spec.md.
 """
 
@@ -28,13 +28,13 @@ __all__ = [
 ]
 
 BLOCK_BYTES = 1024
-"""Bytes after which the lanes are scrambled."""
+"""The bytes after which the lanes are scrambled."""
 
 STRIPE_BYTES = 64
-"""Bytes that are added to the lanes at once."""
+"""The bytes that are added to the lanes at once."""
 
 SHORTEST = 241
-"""Fewer bytes have digests of another form."""
+"""The least length with this form of digest; shorter inputs have another."""
 
 _Words = npt.NDArray[np.uint64]
 
@@ -54,7 +54,7 @@ def _row(offset: int) -> _Words:
 
 
 INITIAL = np.array([_PRIMES_32[2], *_PRIMES_64[:4], _PRIMES_32[1], _PRIMES_64[4], _PRIMES_32[0]], np.uint64)
-"""The lanes at first."""
+"""The initial lanes."""
 
 INNER = np.stack([_row(8 * stripe) for stripe in range(16)])
 """The secret for the stripes of a block."""
@@ -69,7 +69,7 @@ _MERGE_LOW, _MERGE_HIGH = _row(11), _row(192 - 64 - 11)
 
 
 def blocks_before_last(length: int) -> int:
-    """The blocks of so many bytes after which the lanes are scrambled: all but the last, which may be short."""
+    """The blocks of this many bytes after which the lanes are scrambled: all but the last, which may be short."""
     return (length - 1) // BLOCK_BYTES
 
 
@@ -79,7 +79,7 @@ def stripes_of_last(length: int) -> int:
 
 
 def digests_of(lanes: npt.NDArray[Any], lengths: Sequence[int]) -> list[bytes]:
-    """The digests of chunks of these lengths, from what their bytes made of the lanes: (n, 8), of 64 bits."""
+    """The digests of chunks of these lengths, from the lanes of their bytes: (n, 8), of 64 bits."""
     words = np.ascontiguousarray(lanes).view(np.uint64)
     low = np.array([length * _PRIMES_64[0] & _ALL for length in lengths], np.uint64)
     high = np.array([~(length * _PRIMES_64[1]) & _ALL for length in lengths], np.uint64)
@@ -91,7 +91,7 @@ def digests_of(lanes: npt.NDArray[Any], lengths: Sequence[int]) -> list[bytes]:
 
 
 def _folded(one: _Words, other: _Words) -> _Words:
-    """Both halves of the product of 128 bits, one upon the other."""
+    """The two halves of the 128-bit product, combined by XOR."""
     half, mask = np.uint64(32), np.uint64(0xFFFFFFFF)
     low, high, their_low, their_high = one & mask, one >> half, other & mask, other >> half
     lowest, first, second, highest = low * their_low, high * their_low, low * their_high, high * their_high
