@@ -1,4 +1,4 @@
-"""What a lineage tells of rows that were written or changed in tables that do not only grow: what holds now, page by page."""
+"""What has changed in tables that do not only grow: reads the amendments and the current values, page by page."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ if TYPE_CHECKING:
 __all__ = ["Amendments", "amendments", "name_at"]
 
 _PAGE = 200
-"""So many at a time: an error has 20,000 characters, a report has pictures."""
+"""How many to read at a time: an error has 20,000 characters, a report has pictures."""
 
 
 @dataclass(frozen=True, slots=True)
 class Amendments:
-    """Some amendments: the uids of the runs among them, and what else holds now. ``last`` is the newest of them, ``amended`` its name."""
+    """Some amendments: the uids of the runs among them, and the current values of the rest. ``last`` is the newest of them, ``amended`` its
+    name."""
 
     last: int
     amended: str
@@ -36,13 +37,13 @@ class Amendments:
 
 
 def name_at(session: Session, id_: int) -> str | None:
-    """What the amendment of a row id is about; None: there is none."""
+    """The name that the amendment with this row id is about; None: there is no such amendment."""
     found = session.execute(_NAME_AT, {"at": id_}).scalar()
     return None if found is None else str(found)
 
 
 def amendments(session: Session, after: int, *, late: int) -> Amendments | None:
-    """The next amendments behind ``after``, those of ``late`` ids before it once more; None when there is no new one."""
+    """The next amendments after ``after``, and again those of the ``late`` ids before it; None when there is no new one."""
     rows = session.execute(_NEW, {"after": after - late, "most": _PAGE + late}).all()
     if not rows or rows[-1].id <= after:
         return None

@@ -1,4 +1,4 @@
-"""What curves are drawn over: steps, the time at which states were captured, or the epoch that a training says."""
+"""What curves are drawn over: steps, the time at which states were captured, or the epoch that a training recorded."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _BATCH = 1000
 
 
 class Axis(StrEnum):
-    """What stands on the axis of a curve."""
+    """The quantity on the horizontal axis of a curve."""
 
     STEP = "step"
     TIME = "time"
@@ -31,7 +31,7 @@ class Axis(StrEnum):
 
 
 def along(session: Session, ids: Sequence[int], axis: Axis) -> list[float | None]:
-    """Where states stand, by row id and in the order of ``ids``: in seconds since 1970, or in epochs, or None; nothing for steps."""
+    """The positions of states, by row id and in the order of ``ids``: seconds since 1970, or epochs, or None; nothing for steps."""
     if axis is Axis.STEP:
         return []
     found: dict[int, float | None] = {}
@@ -40,14 +40,14 @@ def along(session: Session, ids: Sequence[int], axis: Axis) -> list[float | None
         some = {"ids": batch}
         if axis is Axis.TIME:
             found.update((row.id, row.created_at / 1e6) for row in session.execute(_TIMES, some))
-        else:  # metrics last: what was measured counts before what was noted
+        else:  # metrics last: a measured value overrides a noted one
             found.update((row.state_id, row.number) for row in session.execute(_NOTED, some))
             found.update((row.state_id, row.value) for row in session.execute(_MEASURED, some))
     return [found.get(id_) for id_ in ids]
 
 
 def began(session: Session, id_: int) -> float:
-    """When the branch of ``id_``, a row id, began behind its fork, or at its root: in seconds since 1970."""
+    """When the branch of ``id_``, a row id, began after its fork, or at its root: in seconds since 1970."""
     return int(session.execute(_BEGAN, {"id": id_}).scalar_one()) / 1e6
 
 

@@ -1,7 +1,7 @@
 """The conditions of a query as SQL over ``state``, with every value bound.
 
-Logic is two-valued: each condition is true or false and never NULL, so that a comparison with what a state lacks is
-false and ``not`` of it true. Texts compare by code point on both databases.
+Logic is two-valued: each condition is true or false and never NULL. So a comparison with a field that a state lacks is
+false, and ``not`` of it is true. Texts compare by code point on both databases.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ _COLUMNS = {
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """The scope in which conditions are compiled: a session, what ``now`` means, and the whole text for messages."""
+    """The context in which conditions are compiled: a session, the time that ``now`` means, and the whole text for messages."""
 
     session: Session
     now_us: int
@@ -85,7 +85,7 @@ def condition(node: Node, scope: Scope) -> ColumnElement[bool]:
     """A condition on the row of ``state``.
 
     :raises NotFound: a revision in it names nothing.
-    :raises SyntaxProblem: a revision in it does not parse; points into the query.
+    :raises SyntaxProblem: a revision in it does not parse; the error points into the query.
     """
     match node:
         case AllOf(items):
@@ -131,14 +131,14 @@ def ids(node: Node, dialect: str) -> Select[Any] | None:
 
 
 def _along(found: Select[Any], column: ColumnElement[Any], dialect: str) -> Select[Any]:
-    """In the order of the index that gives them. PostgreSQL knows how all values are spread, and not how those of one key are: where it
-    takes many to fit it reads the whole table, and the order keeps it from that.
+    """The query in the order of the index that it reads. PostgreSQL knows how all values are distributed, but not those of one key. Where
+    it expects many matches it reads the whole table; the order keeps it from doing so.
     """
     return found.order_by(column) if dialect == "postgresql" else found
 
 
 def metric_is(column: ColumnElement[Any], operator: str, value: Value) -> ColumnElement[bool]:
-    """A metric against a number; NULL where the column is."""
+    """Compares a metric with a number; NULL where the column is."""
     assert isinstance(value, int | float)
     return _operate(column, operator, literal(float(value), Double))
 
@@ -157,8 +157,8 @@ def run_column(name: str) -> ColumnElement[Any]:
 
 
 def _compare(at: Field, operator: str, values: tuple[Value, ...], scope: Scope) -> ColumnElement[bool]:
-    """The field against any of the values."""
-    if at.kind is Kind.NAMES and operator == "!=":  # a state has many: none of them is this one
+    """Compares the field with any of the values."""
+    if at.kind is Kind.NAMES and operator == "!=":  # a state has several names: none of them may be this one
         return not_(_compare(at, "=", values, scope))
     match at.name:
         case "metrics":
@@ -219,28 +219,28 @@ def _related(node: Related, scope: Scope) -> ColumnElement[bool]:
 
 
 def _of_state(belongs: Any, key: str, *where: ColumnElement[bool]) -> ColumnElement[bool]:
-    """A metric or an attribute of the state is so."""
+    """The condition that the state has a metric or an attribute like this."""
     return exists(select(literal(1)).select_from(belongs).where(belongs.c.state_id == _state.c.id, belongs.c.key == key, *where))
 
 
 def _of_run(*where: ColumnElement[bool]) -> ColumnElement[bool]:
-    """The run of the state is so."""
+    """The condition that the state's run is like this."""
     return and_(_state.c.run_id.is_not(None), _state.c.run_id.in_(select(_run.c.id).where(_run.c.is_carried.is_(None), *where)))
 
 
 def _named(kind: RefKind, operator: str, values: tuple[Value, ...], scope: Scope) -> Select[Any]:
-    """The states that refs of these names stand at."""
+    """The states to which refs of these names point."""
     names = _any(_text_is(_ref.c.name, operator, value, scope.dialect) for value in values)
     return select(_ref.c.state_id).where(_ref.c.kind == kind.value, names)
 
 
 def _of_setting(key: str, *where: ColumnElement[bool]) -> ColumnElement[bool]:
-    """A setting of the state's run is so."""
+    """The condition that the state's run has a setting like this."""
     return and_(_state.c.run_id.is_not(None), _state.c.run_id.in_(select(_setting.c.run_id).where(_setting.c.key == key, *where)))
 
 
 def _typed_is(belongs: Any, operator: str, value: Value, dialect: str) -> ColumnElement[bool]:
-    """An attribute or a setting is so. Kinds do not mix: a number is compared with numbers, a text with texts."""
+    """Compares an attribute or a setting. Kinds do not mix: a number is compared with numbers, a text with texts."""
     match value:
         case bool():
             return and_(belongs.c.type == "bool", metric_is(belongs.c.number, operator, value))
@@ -250,7 +250,7 @@ def _typed_is(belongs: Any, operator: str, value: Value, dialect: str) -> Column
 
 
 def _number_is(belongs: Any, operator: str, value: float, dialect: str) -> ColumnElement[bool]:
-    """Exactly, as Python compares: of numbers with the same nearest float the digits decide, which ints beyond 2**53 have."""
+    """Compares numbers exactly, as Python does: where the nearest floats are equal the digits decide, which ints beyond 2**53 have."""
     number, digits, near = belongs.c.number, belongs.c.text, float(value)
     if not EXACT_INT <= abs(near) < math.inf:
         return metric_is(number, operator, near)
@@ -261,7 +261,7 @@ def _number_is(belongs: Any, operator: str, value: float, dialect: str) -> Colum
 
 
 def _digits_are(digits: ColumnElement[Any], operator: str, whole: int) -> ColumnElement[bool]:
-    """The int that a column has as text against one of the same sign: the longer is the larger in size, else the later in the alphabet."""
+    """Compares an int in a text column with one of the same sign: the longer is larger in magnitude, else the alphabetically later."""
     text = str(whole)
     length, longer = func.length(digits), literal(len(text), BigInteger)
     same = digits == literal(text, String)
@@ -285,7 +285,7 @@ def _text_is(column: ColumnElement[Any], operator: str, value: Value, dialect: s
 
 
 def _begins(column: ColumnElement[Any], prefix: str) -> ColumnElement[bool]:
-    """A uid begins so, by a range that its index serves."""
+    """The condition that a uid begins with this prefix, as a range that its index serves."""
     return and_(column >= literal(prefix, String), column < literal(prefix + "g", String))
 
 
@@ -295,7 +295,7 @@ def _operate(column: ColumnElement[Any], operator: str, value: ColumnElement[Any
 
 
 def _number(value: Value) -> ColumnElement[Any]:
-    """A number as a database holds it: an integer column is then compared exactly."""
+    """A number as a database holds it, so that an integer column is compared exactly."""
     is_whole = isinstance(value, int) and -(2**63) <= value < 2**63
     return literal(value, BigInteger) if is_whole else literal(value, Double)
 

@@ -1,4 +1,4 @@
-"""What the two grammars share: parsing with errors that point at the column, quotes, and moments of time."""
+"""What the two grammars share: parsing, with errors that point at the column, and quotes and times."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _UNSTORABLE = re.compile("[\x00\ud800-\udfff]")
 
 
 class Problem(Exception):
-    """A text that parses but means nothing; ``parse`` turns it into a ``SyntaxProblem``."""
+    """A text that parses but has no meaning; ``parse`` turns it into a ``SyntaxProblem``."""
 
     def __init__(self, message: str, column: int, expected: tuple[str, ...] = ()) -> None:
         super().__init__(message)
@@ -30,13 +30,13 @@ class Problem(Exception):
 
 
 def load(name: str, transformer: Transformer[Token, Any]) -> Lark:
-    """The parser of a grammar beside this file; ``transformer`` works while it parses, so nesting costs no recursion."""
+    """The parser of a grammar beside this file. ``transformer`` works while it parses, so nesting costs no recursion."""
     grammar = Path(__file__).with_name(f"{name}.lark").read_text(encoding="utf-8")
     return Lark(grammar, parser="lalr", lexer="contextual", transformer=transformer, maybe_placeholders=True)
 
 
 def parse(parser: Lark, text: str, names: dict[str, str]) -> Any:
-    """Parse the text and return what the transformer makes of it. ``names`` says what its terminals are to a reader.
+    """What the transformer makes of the text. ``names`` says what its terminals are called for a reader.
 
     :raises SyntaxProblem: it does not parse.
     """
@@ -54,7 +54,7 @@ def parse(parser: Lark, text: str, names: dict[str, str]) -> Any:
 
 
 def problem_at(token: Token, message: str, expected: Iterable[str] = ()) -> Problem:
-    """A problem with what stands at a token."""
+    """A problem with the text at a token."""
     return Problem(message, (token.start_pos or 0) + 1, tuple(expected))
 
 
@@ -66,7 +66,7 @@ def unquote(token: Token) -> str:
 
 
 def seconds(token: Token, text: str) -> int:
-    """``90m`` as seconds; a count with more than 18 digits is a problem."""
+    """``90m`` as seconds; a count of more than 18 digits is a problem."""
     return whole(token, text[:-1].strip()) * _UNITS[text[-1].lower()]
 
 
@@ -79,7 +79,7 @@ def whole(token: Token, text: str | None = None) -> int:
 
 
 def moment(token: Token) -> datetime:
-    """An ISO date or time; without a zone it is local."""
+    """An ISO date or time; without a zone it is local time."""
     try:
         return datetime.fromisoformat(unquote(token)).astimezone()
     except (ValueError, OverflowError, OSError) as error:

@@ -1,7 +1,7 @@
 """The holders of a state's bytes: its replicas, as they were reported.
 
-A disk is known by its folder of packs, memory is a process's: ``holder`` names that process where the place of a replica in memory is
-told, so that of several processes of a node each may hold the same state, and let go of it. What people read is a host's name.
+A disk is identified by its folder of packs, memory by its process: ``holder`` adds that process to the node of a replica in memory, so that
+each of several processes on a node may hold the same state, and drop it. People are shown a host name.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _REPLICAS = (
 class Replica:
     """One rank's shard is complete on a tier of a node; ``status`` is ``ok`` or ``gone``. In memory: in that of the process of ``run``.
 
-    ``bytes`` are those that it added there: what other states held already came without a copy.
+    ``bytes`` are those that it added there: bytes that other states held already came without a copy.
     """
 
     rank: int
@@ -49,12 +49,12 @@ class Replica:
 
 
 def holder(node: str, run: str | None) -> str:
-    """The place of what a process has in its memory, to be told where a replica's node is."""
+    """The node of a replica that is in the memory of a process."""
     return node if run is None else f"{node}{_MARK}{run}"
 
 
 def node_of(place: str) -> str:
-    """The node of a place, whosever memory it is."""
+    """The node in a place, whichever process has the memory."""
     return place.partition(_MARK)[0]
 
 

@@ -1,4 +1,4 @@
-"""States of several ranks that are not whole: those that wait for parts, and those that were given up; and which rank's part is which."""
+"""States of several ranks that are not complete: those that wait for parts and those that were given up; and the part of each rank."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ __all__ = ["GivenUpState", "Incomplete", "Part", "incomplete", "late", "parts_of
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What one rank captured of a state: its digest, its bytes, where it told them to be, and the run that told it.
+    """What one rank captured of a state: its digest, its bytes, where the rank reported them to be, and the run that reported it.
 
-    ``node`` is the host; where the part lies by now its replicas say.
+    ``node`` is the host at that time; the replicas say where the part is now.
     """
 
     rank: int
@@ -40,7 +40,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GivenUpState(GivenUp):
-    """A state that was given up, and when; of which branch and step it would have been."""
+    """A state that was given up, and when; and the branch and step that it would have had."""
 
     world_size: int
     branch: str | None
@@ -48,13 +48,13 @@ class GivenUpState(GivenUp):
     given_up_at: datetime
 
     def __str__(self) -> str:
-        # super() of no arguments knows no class that slots=True made anew
+        # super() without arguments knows no class that slots=True has created anew
         return f"state {self.uid} (branch {self.branch}, step {self.step}) was given up because of {GivenUp.__str__(self)}"
 
 
 @dataclass(frozen=True, slots=True)
 class Incomplete:
-    """The states that wait for parts, the longest first; and those that were given up, the last first, of ``total_given_up``."""
+    """The states that wait for parts, the longest first; and those that were given up, the last first, out of ``total_given_up``."""
 
     waiting: tuple[Waiting, ...]
     given_up: tuple[GivenUpState, ...]
@@ -70,13 +70,13 @@ def incomplete(session: Session, *, limit: int) -> Incomplete:
 
 
 def late(session: Session, uid: str) -> list[Waiting]:
-    """The states that wait for parts, of the training that captured this whole one: as far as its first two ranks have told theirs."""
+    """The states that wait for parts in the training that captured this complete one, as far as its first two ranks reported theirs."""
     uids = list(session.execute(_LATE, {"uid": uid}).scalars())
     return sorted(waiting(session, uids), key=lambda each: (each.since, each.uid)) if uids else []
 
 
 def parts_of(session: Session, uid: str) -> list[Part]:
-    """The parts that were told of a state, by rank; none of a state of one part."""
+    """The reported parts of a state, by rank; none for a state of one part."""
     return [
         Part(row.rank, row.digest, row.tier, node_of(row.place_name), row.bytes_total, row.bytes_new, row.run, from_us(row.told_at))
         for row in session.execute(_PARTS, {"uid": uid})
@@ -84,7 +84,7 @@ def parts_of(session: Session, uid: str) -> list[Part]:
 
 
 def why_none(session: Session, prefix: str) -> str | None:
-    """Why the one state whose uid begins so is not there, if it is one of several parts that waits or was given up."""
+    """Why there is no state for this prefix, if the only uid with it is one of several parts that waits or was given up."""
     low = prefix.lower()
     uids = session.execute(_BEGINNING, {"low": low, "high": low + "g"}).scalars().all()
     if len(uids) != 1:

@@ -1,4 +1,4 @@
-"""What the lineage says of states whose files lie in a folder: that they may go, or that nothing is known of them."""
+"""What the lineage knows of states whose files are in a folder: that they may be deleted, or nothing at all."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _BATCH = 500  # uids in one IN list
 
 
 def given_up(session: Session, uids: Sequence[str], *, tier: str, node: str) -> list[str]:
-    """Those of these states that were evicted or lost, and of which no replica is noted on a tier of a node; and those of several parts
-    that never became whole.
+    """Those of these states that were evicted or lost, and have no recorded replica on a tier of a node; and those of several parts that
+    never became complete.
     """
     found: list[str] = []
     for some in batches(uids, _BATCH):
@@ -32,7 +32,7 @@ def given_up(session: Session, uids: Sequence[str], *, tier: str, node: str) -> 
 
 
 def unheard_of(session: Session, uids: Iterable[str]) -> list[str]:
-    """Those that are neither states here nor wait for their parts."""
+    """The uids that neither are states here nor wait for their parts."""
     wanted, known = list(uids), set[str]()
     for some in batches(wanted, _BATCH):
         known.update(session.execute(_KNOWN, {"uids": some}).scalars())
@@ -40,7 +40,7 @@ def unheard_of(session: Session, uids: Iterable[str]) -> list[str]:
 
 
 def held_on(session: Session, *, tier: str, node: str) -> list[tuple[str, int]]:
-    """Every state, and its rank, of which a replica is noted on a tier of a node."""
+    """Every state, with its rank, that has a recorded replica on a tier of a node."""
     return [(row.uid, row.rank) for row in session.execute(_HELD_ON, {"on_tier": tier, "on_node": node})]
 
 

@@ -1,6 +1,6 @@
-"""The names that a lineage knows: its metrics, its attributes, the settings of its runs; and what to say of a name that it does not.
+"""The names that a lineage knows: its metrics, its attributes, the settings of its runs; and the error for a name that it does not know.
 
-A kind of names is called as in a query: ``metrics``, ``attr``, ``config``. Whoever adds a kind adds a line to ``_KINDS``.
+A kind of names is called as in a query: ``metrics``, ``attr``, ``config``. To add a kind, add a line to ``_KINDS``.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _ANY_STATE = select(_state.c.id).limit(1)
 
 @dataclass(frozen=True, slots=True)
 class _Names:
-    """One kind of names: ``word`` is what people call one of them."""
+    """One kind of names; ``word`` is what people call one of them."""
 
     word: str
     kind: Kind
@@ -40,14 +40,14 @@ class _Names:
 
 
 def names(session: Session, kind: str) -> list[str]:
-    """Every name of a kind, by the alphabet; the cost is that of the names, however many states have them."""
+    """Every name of a kind, in alphabetical order; the cost depends on the number of names, not of states."""
     return _KINDS[kind].every(session)
 
 
 def check_names(session: Session, query: Query | str, text: str | None = None) -> None:
-    """Check that the lineage knows what a query compares and orders by; a lineage without states may be asked for anything.
+    """Check that the lineage knows what a query compares and orders by; a lineage without states accepts every query.
 
-    ``text`` is what messages point into: that of the query, unless it says otherwise. What ``exists`` asks for may be missing.
+    ``text`` is what messages point into: the query's text, unless another is given. Names that ``exists`` asks for may be missing.
 
     :raises SyntaxProblem: no state has such a metric or attribute, or no run such a setting: names close ones, and points at the column.
     """
@@ -62,7 +62,7 @@ def check_names(session: Session, query: Query | str, text: str | None = None) -
 def field_of(session: Session, text: str) -> Field:
     """The field that a column or a sort key names: as in a query, or a metric, an attribute or a setting by its bare name.
 
-    :raises SyntaxProblem: nothing is called so; names what is close.
+    :raises SyntaxProblem: nothing has this name; the error names close ones.
     """
     for name, kind in _KINDS.items():
         if kind.has(session, text):
@@ -78,7 +78,7 @@ def field_of(session: Session, text: str) -> Field:
 
 
 def unknown(session: Session, field: Field, text: str) -> SyntaxProblem:
-    """The error for a name that nothing in the lineage has; ``text`` is where it stands, at the field's column."""
+    """The error for a name that nothing in the lineage has; ``text`` contains it, at the field's column."""
     kind = _KINDS[field.name]
     known = {written(Field(name, each.kind, key)): key for name, each in _KINDS.items() for key in each.every(session)}
     own = [name for name in known if name.startswith(f"{field.name}.")]
@@ -89,7 +89,7 @@ def unknown(session: Session, field: Field, text: str) -> SyntaxProblem:
 
 
 def written(field: Field) -> str:
-    """The field as a query has it."""
+    """The field as it is written in a query."""
     return f"{field.name}.{_quoted(field.key)}" if field.key else field.name
 
 
@@ -102,7 +102,7 @@ def _quoted(key: str) -> str:
 
 
 def _close(field: Field, known: dict[str, str]) -> list[str]:
-    """The same name of any kind, else the most like it, of its own kind if there is one."""
+    """The same name in any kind, else the most similar ones, of its own kind if there are any."""
     same = [name for name, key in known.items() if key.casefold() == field.key.casefold()]
     own = [name for name in known if name.startswith(f"{field.name}.")]
     for names_ in () if same else (own, list(known)):
@@ -119,7 +119,7 @@ def _has_states(session: Session) -> bool:
 
 
 def _keys(belongs: Table) -> Select[Any]:
-    """The different keys of a table by jumping over its index from one to the next."""
+    """The distinct keys of a table, by jumping through its index from one to the next."""
     walk = select(func.min(belongs.c.key).label("key")).cte("names", recursive=True)
     following = select(func.min(belongs.c.key)).where(belongs.c.key > walk.c.key).scalar_subquery()
     walk = walk.union_all(select(following).select_from(walk).where(walk.c.key.is_not(None)))

@@ -1,4 +1,4 @@
-"""What a lineage has that its chronicle has not: runs, states, lines of the reflog, notes, clones, amendments; a page at a time."""
+"""What a lineage has and its chronicle does not: runs, states, lines of the reflog, notes, clones, amendments; a page at a time."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 __all__ = ["is_behind", "news"]
 
 _LATE = 256
-"""So many rows before the newest are read again on PostgreSQL, where ids are drawn before they are committed."""
+"""How many rows before the newest are read again on PostgreSQL, where ids are drawn before they are committed."""
 
 
 def is_behind(session: Session, mark: Mark) -> bool:
-    """Whether this lineage lacks what its chronicle was told of: it was brought back from an older copy, or it is another one."""
+    """Whether this lineage lacks what its chronicle was told: it was restored from an older copy, or it is another one."""
     if mark.state and session.execute(_STATE_AT, {"at": mark.state}).scalar() != mark.state_uid:
         return True
     if mark.event and session.execute(_EVENT_AT, {"at": mark.event}).scalar() != mark.event_at:
@@ -35,7 +35,7 @@ def is_behind(session: Session, mark: Mark) -> bool:
 
 
 def news(session: Session, mark: Mark, *, most: int) -> Entry | None:
-    """What came after ``mark``, at most so many of each kind; None when nothing did."""
+    """What came after ``mark``, at most ``most`` of each kind; None when nothing did."""
     late = _LATE if mark.state and session.get_bind().dialect.name == "postgresql" else 0
     runs = _runs(session, _NEW_RUNS, {"after": mark.run, "most": most})
     ids = list(session.execute(_NEW_STATES, {"after": mark.state - late, "most": most + late}).scalars())
@@ -98,7 +98,7 @@ def _run_line(row: Any, chosen: dict[str, Any]) -> RunLine:
         host=row.host,
         user=row.user,
         pid=row.pid,
-        argv=tuple(map(storable, row.argv)),  # earlier versions took any
+        argv=tuple(map(storable, row.argv)),  # earlier versions accepted any text
         git_commit=row.git_commit,
         git_dirty=row.git_dirty,
         config={**row.config, **chosen},

@@ -37,7 +37,7 @@ def get(session: Session, uid: str) -> Note:
 def notes(
     session: Session, *, state: str | None = None, branch: str | None = None, limit: int | None = None, after: str | None = None
 ) -> list[Note]:
-    """The notes on a state (by its uid) or a branch, or all of them, newest first; those behind the note ``after``.
+    """The notes on a state (by its uid) or a branch, or all of them, newest first; only those after the note ``after``, if given.
 
     :raises NotFound: there is no note ``after``.
     """

@@ -1,7 +1,7 @@
-"""The parents of a whole lineage in memory, and from them the history of any states in no time.
+"""The parents of a whole lineage in memory, from which the history of any states is computed at once.
 
-States never change their parents, and a parent's row id is below its child's: so what was read once stays true, and falling ids
-are an order in which children come before their parents.
+States never change their parents, and a parent's row id is below its child's. So what was read stays true, and in order of falling ids
+children come before their parents.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ __all__ = ["Firsts", "Topology", "position", "starts"]
 _PAGE = 50_000
 _UNREAD = -1
 _OFTEN = 4096  # states between two calls of ``pause``
-SHORT = 4  # states that follow one another; of shorter runs it is faster to look at each state
+SHORT = 4  # states that follow one another; for shorter runs it is faster to look at each state
 
 _state, _edge = table(StateRow), table(EdgeRow)
 _ids = bindparam("ids", type_=BigInteger, expanding=True)
 _parent = func.coalesce(_state.c.parent_id, 0)
 _NEXT = select(_state.c.id, _parent).where(_state.c.id > bindparam("last", type_=BigInteger)).order_by(_state.c.id).limit(_PAGE)
 _AGGREGATES = {"sqlite": "json_group_array({0})", "postgresql": "CAST(json_agg({0} ORDER BY id) AS text)"}
-_PAGES = {  # one row for a whole page: a row of its own for each state takes four times as long
+_PAGES = {  # one row for a whole page: one row for each state takes four times as long
     dialect: text(
         f"SELECT count(*), max(id), {aggregate.format('parent')} FROM (SELECT id, coalesce(parent_id, 0) AS parent FROM state"
         f" WHERE id > :last ORDER BY id LIMIT {_PAGE}) AS page"
@@ -51,15 +51,15 @@ class Firsts(Protocol):
     """First parents by key, 0 where there is none."""
 
     def __getitem__(self, key: int, /) -> int:
-        """Of one."""
+        """The first parent of one."""
         ...
 
 
 class Topology:
-    """The parents of every state by row id, 8 bytes a state. ``refresh`` is safe from any thread, beside those that read.
+    """The parents of every state by row id, 8 bytes a state. ``refresh`` is safe from any thread, and beside readers.
 
-    ``first`` has the first parent of each id, 0 for a root; ``further`` the other parents of those that have some. All parents of a
-    state that was read were read too.
+    ``first`` has the first parent of each id, 0 for a root; ``further`` has the other parents of the states that have some. If a state was
+    read, all its parents were read too.
     """
 
     def __init__(self) -> None:
@@ -68,9 +68,9 @@ class Topology:
         self._refreshing = threading.Lock()
 
     def refresh(self, session: Session, heads: Collection[int] = ()) -> None:
-        """Read what was recorded since; ``heads`` and all above them are known then.
+        """Read the states recorded since; afterwards ``heads`` and all their ancestors are known.
 
-        PostgreSQL may commit a lower id after a higher one: such are read when something leads to them.
+        PostgreSQL may commit a lower id after a higher one: such states are read when something leads to them.
         """
         page = _PAGES[session.connection().dialect.name]
         with self._refreshing:
@@ -96,7 +96,7 @@ class Topology:
         return (first, *further) if first > 0 else further
 
     def history(self, heads: Iterable[int], *, pause: Callable[[], None] = lambda: None) -> array[int]:
-        """The ids of ``heads`` and all their ancestors, rising. ``pause`` is called now and then."""
+        """The ids of ``heads`` and all their ancestors, rising. ``pause`` is called from time to time."""
         seen = bytearray(len(self.first))
         breaks = starts(self.first, range(1, len(seen)))
         if len(breaks) * SHORT < len(seen):
@@ -106,7 +106,7 @@ class Topology:
         return array("q", compress(range(len(seen)), seen))
 
     def since(self, order: array[int], heads: Iterable[int]) -> array[int] | None:
-        """The ids, rising, by which ``heads`` and their ancestors exceed ``order``; None unless all of them are above its last."""
+        """The ids, rising, that ``heads`` and their ancestors add to ``order``; None unless all of them are above its last."""
         last = order[-1] if order else 0
         found: set[int] = set()
         open_ = list(heads)
@@ -136,7 +136,8 @@ class Topology:
                     pause()
 
     def _see_runs(self, seen: bytearray, heads: Iterable[int], breaks: Sequence[int], pause: Callable[[], None]) -> None:
-        """The same where most follow the id before theirs: down to the next that does not, or to what was seen, at once."""
+        """The same for histories where most states follow the id before theirs: marks a run at once, down to its end or to marked
+        states."""
         first, further, merges = self.first, self.further, sorted(self.further)
         open_, looked = list(heads), 0
         while open_:
@@ -154,7 +155,7 @@ class Topology:
                     pause()
 
     def _append_some(self, rows: Iterable[Sequence[int]]) -> None:
-        """Rows whose ids rise. Ids that nobody has, or not yet, are unread."""
+        """Append rows whose ids rise. Ids that do not exist, or not yet, stay unread."""
         for id_, parent in rows:
             self.first.extend([_UNREAD] * (id_ - len(self.first)))
             self.first.append(parent)
@@ -166,7 +167,7 @@ class Topology:
         self.further.update((child, tuple(parents)) for child, parents in found.items())
 
     def _read(self, session: Session, ids: list[int]) -> set[int]:
-        """States that were left out; what leads on from them to others that were."""
+        """Read states that were left out; returns the left-out states that these lead to."""
         self._take_edges(session.execute(_SOME_EDGES, {"ids": ids}).all())
         rows = session.execute(_SOME, {"ids": ids}).all()
         for id_, parent in sorted(rows, key=itemgetter(0)):
@@ -175,7 +176,7 @@ class Topology:
 
 
 def starts(first: Firsts, order: Sequence[int]) -> list[int]:
-    """The positions in ``order``, which rises, of states that do not follow the one before: their first parent is another."""
+    """The positions in ``order``, which rises, of states that do not follow the one before: their first parent is another one."""
     return list(compress(count(), map(ne, map(first.__getitem__, order), chain((_UNREAD - 1,), order))))
 
 

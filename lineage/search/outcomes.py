@@ -1,4 +1,4 @@
-"""What became of states of several parts: whole, given up, or neither yet."""
+"""What became of states of several parts: complete, given up, or neither yet."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _BATCH = 500  # uids in one IN list
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """A state that waits no longer: the whole one, with the digests of its parents, or why there is none."""
+    """A state that no longer waits: the complete state, with the digests of its parents, or the reason why there is none."""
 
     uid: str
     state: State | None = None
@@ -34,16 +34,16 @@ class Outcome:
 
 
 def outcomes(session: Session, asked: Mapping[str, int]) -> tuple[dict[str, Outcome], list[str]]:
-    """What became of these states, by uid in the order of ``asked``, and of which of them the lineage has not even the part of this rank.
+    """What became of these states, by uid in the order of ``asked``; and those for which the lineage does not even have this rank's part.
 
-    Those that wait are in neither.
+    States that wait are in neither.
     """
     found, forgotten = outcomes_of(session, asked.items())
     return found, [uid for uid, _ in forgotten]
 
 
 def outcomes_of(session: Session, asked: Iterable[tuple[str, int]]) -> tuple[dict[str, Outcome], list[tuple[str, int]]]:
-    """``outcomes`` for several ranks at once: these are uids and ranks."""
+    """``outcomes`` for several ranks at once; ``asked`` are uids and ranks."""
     ranks: dict[str, set[int]] = {}
     for uid, rank in asked:
         ranks.setdefault(uid, set()).add(rank)
@@ -72,7 +72,7 @@ def outcomes_of(session: Session, asked: Iterable[tuple[str, int]]) -> tuple[dic
 
 
 def statuses_of(session: Session, uids: Sequence[str]) -> dict[str, Status]:
-    """How safe these states are, those that there are."""
+    """The status of each of these states that exists."""
     return {row.uid: Status(row.status) for row in session.execute(_STATUSES, {"uids": list(uids)})} if uids else {}
 
 
@@ -91,4 +91,4 @@ _STATUSES = select(_state.c.uid, _state.c.status).where(_state.c.uid.in_(_uids))
 _DIGESTS = select(_state.c.uid, _state.c.digest).where(_state.c.uid.in_(_uids))
 _rows_of = select(_part.c.state_uid, _part.c.rank, _part.c.status, _part.c.said).where(_part.c.state_uid.in_(_uids))
 _OWN = _rows_of.where(_part.c.rank.in_(bindparam("ranks", expanding=True)))
-_ENDS = _rows_of.where(_part.c.rank >= 0, _part.c.status.in_(WHYS))  # nothing else is left of what was given up
+_ENDS = _rows_of.where(_part.c.rank >= 0, _part.c.status.in_(WHYS))  # only this row is left of a state that was given up

@@ -1,7 +1,7 @@
-"""Curves by their summaries: a path of very many states costs as much as its stretches, of ``tally.STATES`` states each.
+"""Curves from summaries: a very long path costs only as much as its stretches, of ``tally.STATES`` states each.
 
-Of each stretch that is whole the first, the least, the greatest and the last value are known, and the first gap. What a path has beside
-whole stretches, at most ``STATES - 1`` states of each segment, is read state by state.
+For each complete stretch the first, the least, the greatest and the last value are known, and the first gap. The rest of a path, at most
+``STATES - 1`` states of each segment, is read state by state.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Means", "Outline", "generation_of", "means", "names_of", "outline", "own_points"]
 
-_EXACT = 256  # a branch of so many states is read state by state
+_EXACT = 256  # a branch of at most so many states is read state by state
 
 _state, _metric, _segment, _stretch = table(StateRow), table(MetricRow), table(SegmentRow), table(StretchRow)
 _next = _state.alias("next")
@@ -34,9 +34,9 @@ Row = tuple[int, float]
 
 @dataclass(frozen=True, slots=True)
 class Outline:
-    """Points of one metric along a path, by rising row id: all of them where it is short, else those that decide how it looks.
+    """Points of one metric along a path, by rising row id: all of them where it is short, else those that determine how it looks.
 
-    ``count`` values there are in all.
+    ``count`` is the number of all values.
     """
 
     ids: array[int]
@@ -51,9 +51,9 @@ def generation_of(session: Session, id_: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Means:
-    """Sums of one metric along a path, by rising row id: of each whole stretch, at its last state, and of each state beside those.
+    """Sums of one metric along a path, by rising row id: one for each complete stretch, at its last state, and one for each other state.
 
-    ``counts`` values are in each sum; gaps are in none.
+    ``counts`` says how many values are in each sum; gaps are in none.
     """
 
     ids: array[int]
@@ -75,7 +75,7 @@ def outline(session: Session, head: int, key: str) -> Outline:
 
 
 def means(session: Session, head: int, key: str) -> Means:
-    """The same as sums: what a mean over many states needs, and what no extremes can say."""
+    """A metric along the first parents of ``head`` as sums: a mean over many states needs them, and extremes do not give them."""
     found: dict[int, tuple[float, int]] = {}
     count = 0
     for stretches, rest in _spans_of(session, head, key):
@@ -87,9 +87,9 @@ def means(session: Session, head: int, key: str) -> Means:
 
 
 def own_points(session: Session, head: int, segment: int, key: str, states: int) -> list[Row]:
-    """The same for the part of a path that lies in the segment of its head: that has so many ``states``.
+    """Points of the part of a path that lies in the segment of its head, which has ``states`` states.
 
-    Of many states all that is beside whole stretches counts as one more, so that the points are spread evenly.
+    If there are many states, all those outside complete stretches count as one more stretch, so that the points are spread evenly.
     """
     if states <= _EXACT:
         return _values(session, head, segment, 0, key)
@@ -110,7 +110,7 @@ def names_of(session: Session, ids: Sequence[int]) -> list[tuple[str, int]]:
 
 
 def _spans_of(session: Session, head: int, key: str) -> Iterator[tuple[Sequence[Any], list[Row]]]:
-    """What a path has in each segment: whole stretches, and the values beside them. Beyond all segments there are no summaries."""
+    """What a path has in each segment: complete stretches, and the values beside them. Outside all segments there are no summaries."""
     at: int | None = head
     while at is not None:
         spans = session.execute(_SPANS, {"head": at}).all()
@@ -134,7 +134,7 @@ def _points(stretches: Iterable[Any]) -> Iterator[Row]:
 
 
 def _values(session: Session, head: int, segment: int | None, low: int, key: str) -> list[Row]:
-    """The values of a state and its first parents in its segment, or outside of all segments, down to a generation."""
+    """The values of a state and its first parents within its segment, or outside all segments, down to a generation."""
     rows = session.execute(_VALUES, {"head": head, "of": segment or 0, "low": low, "wanted": key})
     return sorted((int(row.id), _number(row.value)) for row in rows)
 
@@ -144,7 +144,7 @@ def _number(value: float | None) -> float:
 
 
 def _spans() -> Any:
-    """The segments of a path: in each the newest state that is on the path."""
+    """The segments of a path, each with the newest state that is on the path."""
     walk = (
         select(_state.c.id.label("head"), _state.c.segment_id, _state.c.generation, _segment.c.fork_id)
         .outerjoin_from(_state, _segment, _segment.c.id == _state.c.segment_id)
@@ -163,9 +163,9 @@ def _columns(state: Any) -> tuple[Any, ...]:
 
 
 def _path(name: str) -> Any:
-    """A state and its first parents down to ``low``, as long as they are in the segment ``of``, where 0 is none; and the one beyond.
+    """A state and its first parents down to ``low``, as long as they are in the segment ``of``, where 0 means none; and the one beyond.
 
-    What stops the walk is asked of the path: for a condition on what is joined SQLite would first read that whole table.
+    The conditions that stop the walk are on the path: for a condition on the joined table SQLite would first read all of that table.
     """
     low = bindparam("low", type_=Integer)
     start = select(*_columns(_state)).where(_state.c.id == bindparam("head", type_=BigInteger), _state.c.generation >= low)
@@ -175,7 +175,7 @@ def _path(name: str) -> Any:
 
 
 def _points_of(walk: Any) -> Any:
-    # Outer, so that SQLite begins with the path, however short, and not with all values of the metric.
+    # An outer join, so that SQLite begins with the path, however short, and not with all values of the metric.
     points = select(walk.c.id, _metric.c.value).outerjoin_from(
         walk, _metric, (_metric.c.state_id == walk.c.id) & (_metric.c.key == bindparam("wanted"))
     )

@@ -1,13 +1,12 @@
-"""Search: the states for which a query holds, a page at a time.
+"""Search: the states that a query finds, a page at a time.
 
-Pages follow each other by keyset: a cursor holds the sort keys of the last state, never an offset, so that the thousandth
-page costs as much as the first and states recorded meanwhile shift nothing. Of equal states the newest comes last when
-the last key rises and first when it falls; without an order the newest come first. What lacks a sort key comes last,
-whichever the direction.
+Pages follow each other by keyset: a cursor holds the sort keys of the last state, never an offset. So the thousandth page costs as much as
+the first, and states recorded meanwhile shift nothing. Of equal states the newest comes last when the last key rises, and first when it
+falls; without an order the newest come first. States that lack a sort key come last in either direction.
 
-How a page is read is decided here, as SQLite knows nothing of how values are spread. Conditions that an index serves are
-counted, up to ``SELECTIVE``: where one holds for few states, those are read and sorted. Else the index of the first key
-is read in order, and each state is checked, until the page is full.
+This module decides how a page is read, since SQLite knows nothing of how values are distributed. It counts the matches of conditions that
+an index serves, up to ``SELECTIVE``. If one of them matches few states, those are read and sorted. Otherwise the index of the first key is
+read in order, and each state is checked, until the page is full.
 """
 
 from __future__ import annotations
@@ -64,20 +63,20 @@ _Scalar = int | float | str | None
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """Some of the states that were found, and the cursor of those that follow; None after the last."""
+    """Some of the states found, and the cursor for those that follow; None after the last."""
 
     states: list[State]
     next: str | None
 
 
 def find(session: Session, text: str, *, after: str | None = None, limit: int | None = None, now: datetime | None = None) -> Page:
-    """The states for which a query holds, in its order.
+    """The states that a query finds, in its order.
 
-    ``limit`` bounds the page: without it a page has as many states as the query's own limit, at most 1000, or 100 if it
-    has none. The query's own limit bounds all pages together. ``after`` is ``Page.next`` of the same query; ``now``, which
-    ages count from, stays what it was on the first page.
+    ``limit`` bounds the page. Without it a page has as many states as the query's own limit, at most 1000, or 100 if the query has none.
+    The query's own limit bounds all pages together. ``after`` is ``Page.next`` of the same query. ``now``, from which ages count, stays
+    what it was on the first page.
 
-    :raises SyntaxProblem: the query does not parse; points at the column.
+    :raises SyntaxProblem: the query does not parse; the error points at the column.
     :raises NotFound: a revision in it names nothing.
     :raises InvalidInput: ``after`` is no cursor of this query, or ``limit`` is below 1.
     """
@@ -90,16 +89,16 @@ def find(session: Session, text: str, *, after: str | None = None, limit: int | 
 
 
 def find_all(session: Session, text: str, *, now: datetime | None = None) -> Iterator[State]:
-    """Every state for which a query holds, in its order, read a page at a time; the query's own limit bounds them.
+    """Every state that a query finds, in its order, read a page at a time; the query's own limit bounds them.
 
-    :raises SyntaxProblem: the query does not parse; points at the column.
+    :raises SyntaxProblem: the query does not parse; the error points at the column.
     :raises NotFound: a revision in it names nothing.
     """
     yield from find_each(session, parse_query(text), text, now=now)
 
 
 def find_each(session: Session, query: Query, text: str = "", *, now: datetime | None = None) -> Iterator[State]:
-    """The same for a query that is parsed already; ``text`` is what messages show.
+    """``find_all`` for a query that is already parsed; ``text`` is what messages show.
 
     :raises NotFound: a revision in it names nothing.
     """
@@ -110,7 +109,7 @@ def find_each(session: Session, query: Query, text: str = "", *, now: datetime |
 
 
 def _turn(session: Session, query: Query, text: str, place: _Place, size: int) -> tuple[list[State], _Place | None]:
-    """At most ``size`` states from a place on, and the place behind them; None after the last."""
+    """At most ``size`` states after a place, and the place after them; None after the last."""
     size = size if place.left is None else min(size, place.left)
     rows = _rows(Scope(session, place.now_us, text), query, place.last, size + 1) if size else []
     found = states(session, [int(row[0] or 0) for row in rows[:size]])
@@ -123,11 +122,11 @@ def _turn(session: Session, query: Query, text: str, place: _Place, size: int) -
 
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
-_Moment = Annotated[int, msgspec.Meta(ge=0, le=250_000_000_000_000_000)]  # which a datetime can hold in every zone
+_Moment = Annotated[int, msgspec.Meta(ge=0, le=250_000_000_000_000_000)]  # every such moment fits a datetime in every zone
 
 
 class _Place(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """``last`` is the id of the last state and its sort keys; ``left`` how many the query's own limit leaves."""
+    """``last`` is the id of the last state and its sort keys; ``left`` is what remains of the query's own limit."""
 
     now_us: _Moment
     left: _Count | None
@@ -140,8 +139,9 @@ def _seal(place: _Place, text: str) -> str:
 
 
 def _unseal(token: str, text: str, query: Query) -> _Place:
-    """The digest is no secret: it tells a damaged cursor, or another query's, from a good one. Whoever makes one up gets a place that
-    the query could have led to (``_check_last`` sees to the keys), and so no more than the query finds."""
+    """The place in a cursor. Its digest is no secret: it only tells a damaged cursor, or one of another query, from a good one. A client
+    that forges a cursor gets a place that the query could have led to (``_check_last`` checks the keys), and so no more than the query
+    finds."""
     try:
         raw = base64.b64decode(token + "=" * (-len(token) % 4), altchars=b"-_", validate=True)
         place = msgspec.msgpack.decode(raw[_SEAL_BYTES:], type=_Place)
@@ -172,7 +172,7 @@ def _digest(body: bytes, text: str) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class _Key:
-    """One thing to sort by; ``type_`` is what its values are bound as."""
+    """One thing to sort by; ``type_`` is the type that its values are bound as."""
 
     column: ColumnElement[Any]
     is_descending: bool
@@ -198,7 +198,7 @@ class _Key:
         return self.column.is_(None) if value is None else self.column == literal(value, self.type_)
 
     def later(self, value: _Scalar, *, or_same: bool = False) -> ColumnElement[bool]:
-        """The condition for what comes after a value; missing values come last."""
+        """The condition for states after a value; missing values come last."""
         if value is None:
             return self.column.is_(None) if or_same else false()
         bound = literal(value, self.type_)
@@ -232,7 +232,7 @@ def _keys_of(at: Field, falls: bool, dialect: str) -> list[_Key]:
 
 
 def _typed_keys(belongs: Any, key: str, falls: bool, dialect: str, is_its: ColumnElement[bool]) -> list[_Key]:
-    """An attribute or a setting of a state."""
+    """The keys for an attribute or a setting of a state."""
     of = select(belongs.c.number).where(is_its, belongs.c.key == literal(key, String))
     number = of.scalar_subquery()
     text = of.with_only_columns(belongs.c.text).where(belongs.c.type == "str").scalar_subquery()
@@ -244,9 +244,9 @@ def _value_of(belongs: Any, key: str, column: ColumnElement[Any]) -> ColumnEleme
 
 
 def _after(keys: Sequence[_Key], last: Sequence[_Scalar]) -> ColumnElement[bool]:
-    """The condition for what follows the last state: later by some key and equal by those before it.
+    """The condition for what follows the last state: later in some key, and equal in those before it.
 
-    The bound on the first key says nothing new, but an index can seek to it.
+    The bound on the first key is redundant, but an index can seek to it.
     """
     later = []
     for index, key in enumerate(keys):
@@ -284,7 +284,7 @@ def _rows_by_state(
 def _rows_by_metric(
     scope: Scope, query: Query, keys: list[_Key], where: ColumnElement[bool], last: tuple[_Scalar, ...] | None, count: int
 ) -> list[tuple[_Scalar, ...]]:
-    """Along the index of the metric that is sorted by first; then the states that lack it."""
+    """Read along the index of the metric that is the first sort key; then the states that lack it."""
     metric = _metric.alias("sorted")
     key, falls = query.order[0].field.key, query.order[0].is_descending
     rows: list[tuple[_Scalar, ...]] = []
@@ -308,7 +308,7 @@ def _rows_by_metric(
 def _run_page(
     scope: Scope, statement: Select[Any], keys: list[_Key], last: tuple[_Scalar, ...] | None, count: int
 ) -> list[tuple[_Scalar, ...]]:
-    """``keys`` ends with the id, ``last`` begins with it."""
+    """Run one page's query. ``keys`` ends with the id, ``last`` begins with it."""
     if last is not None:
         statement = statement.where(_after(keys, (*last[1:], last[0])))
     ordered = statement.order_by(*(part for key in keys for part in key.sort())).limit(count)
@@ -316,12 +316,12 @@ def _run_page(
 
 
 def _tie(query: Query) -> bool:
-    """Whether ids fall among equals: as the last key does, for then one index serves both."""
+    """Whether ids fall among equals: as the last key does, since then one index serves both."""
     return query.order[-1].is_descending if query.order else True
 
 
 def _few(scope: Scope, conjuncts: Iterable[Node]) -> ColumnElement[bool] | None:
-    """The condition that the rarest of some conditions holds, if it holds for few states; quickly checked."""
+    """A quickly checked form of the rarest of some conditions, if it matches few states."""
     best, few = SELECTIVE + 1, None
     for node in conjuncts:
         found = ids(node, scope.dialect)
@@ -344,6 +344,6 @@ def _compared(query: Query, key: str) -> list[Compare]:
 
 
 def _excludes_missing(query: Query, key: str) -> bool:
-    """Whether a state without the metric cannot be found: a comparison with it would be false."""
+    """Whether the query cannot find a state without the metric, because a comparison with it would be false."""
     among = (item for item in query.conjuncts if isinstance(item, Among) and item.field.kind is Kind.METRIC and item.field.key == key)
     return bool(_compared(query, key)) or any(True for _ in among)

@@ -1,4 +1,4 @@
-"""The states from one to another that descends from it, and what can be known of all of them at once."""
+"""The states between one state and a descendant of it, and what can be read for all of them at once."""
 
 from __future__ import annotations
 
@@ -30,12 +30,13 @@ _VALUES = select(_metric.c.state_id, _metric.c.value).where(
 
 
 def path_ids(session: Session, old: int, new: int) -> list[int]:
-    """The row ids from ``old`` to ``new``, both included, oldest first: by first parents, and by a further one where only that leads there.
+    """The row ids from ``old`` to ``new``, both included, oldest first: by first parents, and by a further one only where nothing else
+    leads there.
 
     Empty where ``new`` does not descend from ``old``.
     """
     seen: set[int] = set()
-    heads: list[tuple[int, list[int]]] = [(new, [])]  # where to go on, and what was passed on the way there, newest first
+    heads: list[tuple[int, list[int]]] = [(new, [])]  # where to continue, and what was passed on the way there, newest first
     while heads:
         start, passed = heads.pop(0)
         line: list[int] = []
@@ -51,12 +52,12 @@ def path_ids(session: Session, old: int, new: int) -> list[int]:
 
 
 def restorable_along(session: Session, path: Sequence[int]) -> set[int]:
-    """Those of a path whose bytes some tier still holds."""
+    """Those states of a path whose bytes some tier still holds."""
     return set(path) & set(session.execute(_RESTORABLE, {"low": path[0], "high": path[-1]}).scalars())
 
 
 def metric_along(session: Session, path: Sequence[int], key: str) -> dict[int, float]:
-    """The value of a metric of those of a path that have it; NaN is one."""
+    """The value of a metric for those states of a path that have it; NaN counts as one."""
     rows = session.execute(_VALUES, {"key": key, "low": path[0], "high": path[-1]})
     found = {id_: math.nan if value is None else float(value) for id_, value in rows}
     return {id_: found[id_] for id_ in path if id_ in found}

@@ -3,7 +3,7 @@
     metrics.val_loss < 0.2 and (step > 500 or tag = 'warm') order by metrics.val_loss, step desc limit 5
     not metrics."val/loss" >= 0.2 and config.optimizer.lr in (0.1, 0.01) and created > now-2h and descendant_of(warm~3)
 
-Values are numbers, true and false, dates, and texts, whose quotes may be left out where they are one word.
+Values are numbers, true and false, dates, and texts. The quotes of a text may be left out if it is one word.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _KEYS = 20
 
 
 class Kind(StrEnum):
-    """The kind of value that a field holds, and with which it compares."""
+    """The kind of value that a field holds and is compared with."""
 
     INTEGER = "numbers"
     METRIC = "numbers, like every metric"
@@ -76,7 +76,7 @@ _FIELDS = {
 }
 _KEYED = {"metrics": Kind.METRIC, "attr": Kind.ANY, "config": Kind.ANY}
 _FORMER = "run.config."
-"""How ``config.`` was written, and may be."""
+"""An older way to write ``config.``, which is still accepted."""
 _KNOWN = (*_FIELDS, *(f"{prefix}.<name>" for prefix in _KEYED))
 _EQUALITY, _ORDERING = ("=", "!="), ("<", "<=", ">", ">=")
 _OPERATORS = {
@@ -93,9 +93,9 @@ _OPERATORS = {
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """``name`` is one of the known ones; ``key`` the rest of ``metrics.…``, ``attr.…`` and ``config.…``.
+    """``name`` is one of the known ones; ``key`` is the rest of ``metrics.…``, ``attr.…`` and ``config.…``.
 
-    ``column`` is where it stands in the text, from 1.
+    ``column`` is the field's position in the text, from 1.
     """
 
     name: str
@@ -106,7 +106,7 @@ class Field:
 
 @dataclass(frozen=True, slots=True)
 class Ago:
-    """A moment that lies this long before now."""
+    """A moment this long before now."""
 
     seconds: int
 
@@ -140,7 +140,7 @@ class Exists:
 
 @dataclass(frozen=True, slots=True)
 class Related:
-    """An ancestor or a descendant of a revision; ``column`` is where that begins in the query."""
+    """An ancestor or a descendant of a revision; ``column`` is where the revision begins in the query."""
 
     is_ancestor: bool
     revision: str
@@ -173,7 +173,7 @@ class Order:
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """A whole query; no condition is every state, no order is newest first."""
+    """A whole query. Without a condition it means every state, without an order newest first."""
 
     condition: Node | None
     order: tuple[Order, ...]
@@ -188,13 +188,13 @@ class Query:
 
     @property
     def fields(self) -> tuple[Field, ...]:
-        """What it asks about: first what it orders by, then what it filters by, each once."""
+        """The fields that it uses: first those that it orders by, then those that it filters by, each once."""
         filtered = () if self.condition is None else _fields(self.condition)
         return tuple(dict.fromkeys((*(one.field for one in self.order), *filtered)))
 
     @property
     def presumed(self) -> tuple[Field, ...]:
-        """The fields that it compares or orders by, and so takes to be there; ``exists`` asks whether they are."""
+        """The fields that it compares or orders by, and so expects to exist; ``exists`` asks whether they do."""
         filtered = () if self.condition is None else _fields(self.condition, is_sure=True)
         return (*filtered, *(one.field for one in self.order))
 
@@ -203,7 +203,7 @@ class Query:
 def parse_query(text: str) -> Query:
     """The query that a text means.
 
-    :raises SyntaxProblem: it does not parse, names an unknown field (lists the known ones), or compares what cannot be.
+    :raises SyntaxProblem: it does not parse, names an unknown field (the error lists the known ones), or compares what cannot be compared.
     """
     query: Query = parse(_PARSER, text, _TERMINALS)
     return query
@@ -211,7 +211,7 @@ def parse_query(text: str) -> Query:
 
 @v_args(inline=True)
 class _Build(Transformer[Token, Any]):
-    """Bottom-up, while the text is parsed."""
+    """Builds the query bottom-up, while the text is parsed."""
 
     @v_args(inline=False)
     def start(self, parts: list[Any]) -> Query:
@@ -306,7 +306,7 @@ def _field(token: Token) -> Field:
 
 
 def _parts(text: str) -> Iterator[str]:
-    """``a."b.c".d`` in three."""
+    """``a."b.c".d`` as three parts."""
     while text:
         if text[0] in "\"'":
             end = 1
@@ -356,7 +356,7 @@ def _number(token: Token) -> int | float:
 
 
 def _shallow(node: Node, column: int = 1) -> Node:
-    """The node itself, unless conditions stand in each other too deeply for a database."""
+    """The node itself, unless its conditions are nested too deeply for a database."""
     if _depth(node) > _DEPTH:
         raise Problem(f"conditions are nested more than {_DEPTH} deep: ask in several queries", column)
     return node
@@ -385,7 +385,7 @@ def _values(node: Node) -> Iterator[None]:
 
 
 def _fields(node: Node, *, is_sure: bool = False) -> Iterator[Field]:
-    """The fields of a condition; with ``is_sure`` those that it compares with something."""
+    """The fields of a condition; with ``is_sure`` only those that it compares with something."""
     match node:
         case Not(item):
             yield from _fields(item, is_sure=is_sure)
@@ -399,7 +399,7 @@ def _fields(node: Node, *, is_sure: bool = False) -> Iterator[Field]:
 
 
 def _walks(node: Node) -> int:
-    """The number of conditions that look at whole histories."""
+    """The number of conditions that read whole histories."""
     match node:
         case Not(item):
             return _walks(item)

@@ -1,6 +1,6 @@
 """What can be reached from states, as SQL for use inside other queries; and the difference of two histories.
 
-``walk`` hands out states; these hand out selectable ids, so that a filter or a minimum over a whole ancestry stays in
+``walk`` returns states; these return selectable ids, so that a filter or a minimum over a whole ancestry stays in
 the database.
 """
 
@@ -53,7 +53,7 @@ def above(heads: Select[Any], name: str, dialect: str) -> CTE:
 
 
 def below(heads: Select[Any], name: str, dialect: str) -> CTE:
-    """The states with the ids that ``heads`` selects, and all that descend from them through any parent."""
+    """The states with the ids that ``heads`` selects, and all their descendants through any parent."""
     next_, edge = _state.alias(), _edge.alias()
     start = heads.subquery()
     walk = select(start.c[0].label("id")).cte(name, recursive=True)
@@ -70,8 +70,8 @@ def below(heads: Select[Any], name: str, dialect: str) -> CTE:
 def difference(session: Session, left: int, right: int) -> tuple[list[int], list[int]]:
     """The ids that only ``left`` reaches, and those that only ``right`` reaches, falling; through every parent.
 
-    As git paints its commits: ids fall along every path, so once all that is still to be visited is reached by both,
-    so is everything above it. The cost is that of the answer.
+    This works as git paints its commits: ids fall along every path, so once both reach all that is still to be visited, they reach
+    everything above it too. The cost is that of the answer.
     """
     only: dict[int, list[int]] = {_LEFT: [], _RIGHT: []}
     heap: list[tuple[int, int, int, list[int], Iterator[tuple[int, list[int]]]]] = []

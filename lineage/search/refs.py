@@ -1,4 +1,4 @@
-"""Branches and tags as they stand, and where they stood. ``change.refs`` changes them."""
+"""Branches and tags as they stand, and where they stood before. ``change.refs`` changes them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _old, _new = _state.alias("old"), _state.alias("new")
 def get(session: Session, name: str) -> Ref:
     """The ref of this name.
 
-    :raises NotFound: there is no such ref; names the nearest.
+    :raises NotFound: there is no such ref; the error names the nearest.
     """
     row = session.execute(_REFS.where(_ref.c.name == bindparam("ref")), {"ref": values.text(name, "the name of a branch or a tag")}).first()
     if row is None:
@@ -39,9 +39,9 @@ def refs(session: Session, kind: RefKind | None = None) -> list[Ref]:
 
 
 def reflog(session: Session, name: str, *, limit: int | None = None, before: int | None = None) -> list[RefEvent]:
-    """The moves of a name, newest first, even after it was deleted; only ids below ``before``, when it is given.
+    """The moves of a ref, newest first, even after it was deleted; with ``before`` only those with lower ids.
 
-    :raises NotFound: there never was such a ref; names the nearest that is.
+    :raises NotFound: there never was such a ref; the error names the nearest that exists.
     """
     name = values.text(name, "the name of a branch or a tag")
     query = _EVENTS if before is None else _EVENTS.where(_event.c.id < before)

@@ -1,4 +1,4 @@
-"""The facts about durable states that retention decides by: pages of what a folder of packs holds, and which of those are counted on."""
+"""What retention needs to know of durable states: pages of those in a folder of packs, and which of them something counts on."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _state, _replica, _metric, _ref, _segment, _run = (table(row) for row in (StateR
 
 @dataclass(frozen=True, slots=True)
 class Durable:
-    """A state that a folder of packs holds, as the lineage has it. ``created_us`` are microseconds since the epoch."""
+    """A state that a folder of packs holds, as the lineage records it. ``created_us`` is in microseconds since the epoch."""
 
     id: int
     uid: str
@@ -39,8 +39,8 @@ class Durable:
 
 
 def durable(session: Session, *, tier: str, node: str, keys: Collection[str] = ()) -> Iterator[Durable]:
-    """The states that a tier of a node holds, in the order of their row ids, read a page at a time; with these metrics, where they are
-    numbers.
+    """The states that a tier of a node holds, in the order of their row ids, read a page at a time; with the values of the metrics
+    ``keys``, where those are numbers.
     """
     after, place = 0, {"on_tier": tier, "on_node": node}
     while rows := session.execute(_PAGES, {**place, "after": after}).all():
@@ -57,9 +57,9 @@ def durable(session: Session, *, tier: str, node: str, keys: Collection[str] = (
 
 
 def counted_on(session: Session, *, tier: str, node: str) -> dict[int, str]:
-    """The states that a tier of a node holds, by row id, and that somebody counts on: why.
+    """The states that a tier of a node holds, by row id, and that something counts on, with the reason.
 
-    That is what a name leads to, or the nearest first parent of it that is held there; and where a branch forked.
+    These are the states that names lead to, or their nearest first parent that is held there; and the states where branches forked.
     """
     place = {"on_tier": tier, "on_node": node}
     found: dict[int, str] = {}
@@ -84,12 +84,12 @@ def elsewhere(session: Session, ids: Collection[int], *, volatile: Collection[st
 
 
 def segments_of(session: Session) -> dict[int, tuple[str, int | None]]:
-    """Of each segment that a branch has: the branch, and the state that it forked from, by row id."""
+    """For each segment that a branch has: the branch, and the state that it forked from, by row id."""
     return {row.id: (row.branch, row.fork_id) for row in session.execute(_SEGMENTS)}
 
 
 def told(session: Session, key: str) -> dict[str, str]:
-    """What the newest training of each branch noted under a key of ours, by branch; those that noted nothing are left out."""
+    """What the newest training of each branch noted under a key of ours, by branch; branches whose training noted nothing are left out."""
     found = ((branch, config.get(key)) for branch, config in session.execute(_NEWEST_RUNS))
     return {branch: str(value) for branch, value in found if value is not None}
 
@@ -106,7 +106,7 @@ _PAGES = (
     .order_by(_replica.c.state_id)
     .limit(_PAGE)
 )
-_METRICS = select(_metric.c.state_id, _metric.c.key, _metric.c.value).where(  # with a word on values, SQLite may walk all of a metric's
+_METRICS = select(_metric.c.state_id, _metric.c.key, _metric.c.value).where(  # with a condition on values SQLite may walk all of a metric
     _metric.c.state_id.in_(bindparam("ids", type_=BigInteger, expanding=True)), _metric.c.key.in_(bindparam("keys", expanding=True))
 )
 _FORKS = select(_segment.c.branch, _segment.c.fork_id).where(_segment.c.branch.is_not(None), _segment.c.fork_id.is_not(None))
@@ -123,9 +123,9 @@ _NEWEST_RUNS = select(_run.c.branch, _run.c.config).where(_run.c.id.in_(_newest)
 
 @cache
 def _nearest() -> Select[Any]:
-    """Of each state that has a name: itself, or the nearest first parent that the tier of the node holds.
+    """For each state that has a name: itself, or the nearest first parent that the tier of the node holds.
 
-    Parents are older than their children: below the oldest state that is held nobody looks.
+    Parents are older than their children, so the walk stops below the oldest state that is held.
     """
     next_, oldest = _state.alias("next"), select(func.min(_replica.c.state_id)).where(*_here).scalar_subquery()
     held = exists().where(*_here)

@@ -58,17 +58,17 @@ class Range:
 
 
 def resolve(session: Session, text: str, *, now: datetime | None = None) -> State:
-    """The state that a revision names; ``now`` is what ages (``@{2h}``) count from.
+    """The state that a revision names; ages (``@{2h}``) count from ``now``.
 
-    :raises SyntaxProblem: it does not parse, or is a range; points at the column.
-    :raises NotFound: nothing has this name (lists the nearest), or it goes beyond the root or the reflog.
-    :raises Ambiguous: several uids begin so; lists them.
+    :raises SyntaxProblem: it does not parse, or is a range; the error points at the column.
+    :raises NotFound: nothing has this name (the error lists the nearest), or it goes beyond the root or the reflog.
+    :raises Ambiguous: several uids begin like this; the error lists them.
     """
     return _state_of(session, resolve_id(session, text, now=now))
 
 
 def resolve_id(session: Session, text: str, *, now: datetime | None = None) -> int:
-    """The row id of ``resolve``, for queries of this folder and what is kept of them."""
+    """The row id of ``resolve``, for queries in this folder and for caches of them."""
     parsed = _parse(text)
     if isinstance(parsed, _Span):
         raise SyntaxProblem("one state is wanted here, not a range", text=text, column=parsed.column)
@@ -116,7 +116,7 @@ class _Best:
 
 @dataclass(frozen=True, slots=True)
 class _Moves:
-    """A number of moves of the ref ago."""
+    """Where the ref stood a number of moves ago."""
 
     count: int
     column: int
@@ -124,7 +124,7 @@ class _Moves:
 
 @dataclass(frozen=True, slots=True)
 class _When:
-    """At a moment, or so many seconds ago."""
+    """Where the ref stood at a moment, or so many seconds ago."""
 
     moment: datetime | None
     age_s: int
@@ -159,7 +159,7 @@ class _Build(Transformer[Token, Any]):
         return unquote(token)
 
     def revision(self, name: str, *suffixes: _Suffix | _Then) -> _Revision:
-        if len(suffixes) > _SUFFIXES:  # each is a query, and anybody who may read may ask
+        if len(suffixes) > _SUFFIXES:  # each is a query, and any reader may send them
             raise Problem(f"a revision has at most {_SUFFIXES} suffixes, this one {len(suffixes)}: write ~~~~ as ~4", 1)
         walks = sum(isinstance(suffix, _Best) for suffix in suffixes)
         if walks > _WALKS:
@@ -241,7 +241,7 @@ def _state_of(session: Session, id_: int) -> State:
 
 
 def _base(session: Session, name: str) -> int:
-    """The state of a ref, or of the only uid that begins so."""
+    """The state of a ref, or of the only uid that begins like this."""
     id_ = session.execute(_REF, {"ref": name}).scalar()
     if id_ is not None:
         return int(id_)
@@ -304,7 +304,7 @@ def _at_step(session: Session, id_: int, step: int) -> int:
 
 
 def best_id(session: Session, id_: int, key: str, *, is_max: bool) -> int | None:
-    """The state that ``@best`` names, of a state by row id: the best by a metric of it and all its ancestors; None where none has it."""
+    """The state that ``@best`` names, by row id: the best in a metric among a state and all its ancestors; None if none has the metric."""
     query = _best_query(session.get_bind().dialect.name, is_max)
     found = session.execute(query, {"start": id_, "metric": key}).scalar()
     return None if found is None else int(found)
@@ -342,7 +342,7 @@ _KEYS = select(_metric.c.key).where(_metric.c.state_id == bindparam("state")).or
 
 
 def _at_step_query() -> Select[Any]:
-    """Up from ``start`` to the first state whose step is at most ``step``: leap where all that is leapt over is later."""
+    """Walk up from ``start`` to the first state whose step is at most ``step``; jump where every state jumped over is later."""
     step, next_ = bindparam("step", type_=BigInteger), _state.alias()
     columns = ("id", "parent_id", "jump_id", "jump_step", "step")
     walk = select(*(_state.c[name] for name in columns)).where(_state.c.id == bindparam("start")).cte("seek", recursive=True)

@@ -1,4 +1,4 @@
-"""Curves: a metric along the first parents of a state; and where several such paths part."""
+"""Curves: a metric along the first parents of a state; and where several such paths fork."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ _path = (
     .cte("path", recursive=True)
 )
 _path = _path.union_all(
-    # The bound is put on the path: on what is joined, SQLite would first read that whole table for it.
+    # The bound is on the path: for a bound on the joined table, SQLite would first read all of that table.
     select(_next.c.id, _next.c.parent_id, _next.c.step)
     .join_from(_path, _next, _next.c.id == _path.c.parent_id)
     .where(_path.c.parent_id > _above)
 )
-# Outer, so that SQLite begins with the path, however short, and not with all values of the metric; what it misses is left out after.
+# An outer join, so that SQLite begins with the path, however short, and not with all values of the metric; states without one are dropped.
 _POINTS = (
     select(_path.c.id, _path.c.step, _metric.c.value)
     .outerjoin_from(_path, _metric, (_metric.c.state_id == _path.c.id) & (_metric.c.key == bindparam("key")))
@@ -55,7 +55,7 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class Parting:
-    """The state, by row id, where the paths of some heads part; ``heads`` are their places in what was given."""
+    """The state, by row id, where the paths of some heads fork; ``heads`` are their positions in the input."""
 
     id: int
     heads: tuple[int, ...]
@@ -64,7 +64,7 @@ class Parting:
 def curve(session: Session, head: int, key: str, *, base: Curve | None = None, above: int = 0) -> Curve:
     """A metric along the first parents of ``head``, a row id.
 
-    ``base`` is the curve of a path that has the state ``above`` in common with this one: only what is above that is read.
+    ``base`` is the curve of a path that shares the state ``above`` with this one: only what is newer than that state is read.
     """
     rows = session.connection().execute(_POINTS, {"start": head, "key": key, "above": above})
     found = sorted(map(tuple, rows), key=itemgetter(0))
@@ -77,9 +77,9 @@ def curve(session: Session, head: int, key: str, *, base: Curve | None = None, a
 
 
 def partings(session: Session, heads: Sequence[int]) -> list[Parting]:
-    """The places where the paths of first parents of ``heads``, which are row ids, part; the newest first.
+    """The places where the paths of first parents of ``heads``, which are row ids, fork; the newest first.
 
-    A head that lies on the path of another one parts from nothing. A few times O(log n) for each head, as a rule.
+    A head that lies on another head's path causes no fork. Usually costs a few times O(log n) for each head.
     """
     found: dict[int, set[int]] = {}
     _part(session, sorted(set(heads)), found)
@@ -87,7 +87,7 @@ def partings(session: Session, heads: Sequence[int]) -> list[Parting]:
 
 
 def _part(session: Session, heads: list[int], found: dict[int, set[int]]) -> None:
-    """Against the path of one head the others fall into groups, by where they leave it and by which child of that state."""
+    """Group the other heads against the path of one, by where they leave it and by which child of that state."""
     if len(heads) < 2:
         return
     trunk, *others = heads
@@ -95,7 +95,7 @@ def _part(session: Session, heads: list[int], found: dict[int, set[int]]) -> Non
     for other in others:
         groups[first_meeting(session, trunk, other)].append(other)
     _part(session, groups.pop(None, []), found)
-    beyond = {trunk}  # those whose paths go on with the trunk's
+    beyond = {trunk}  # those whose paths continue with the trunk's
     for met in sorted((met for met in groups if met is not None), reverse=True):
         leaving: defaultdict[int, list[int]] = defaultdict(list)
         for other in groups[met]:

@@ -1,9 +1,9 @@
 """Walks along the parents of states, and back to their children.
 
-Every walk relies on two facts that ``record`` upholds. A parent is recorded before its child, so ids fall along every
-path: newest first is simply falling id, and a walk can stop below the id that it looks for. And each state has a jump
-pointer along first parents by the skew-binary rule (Myers, "An applicative random-access stack", 1983), so that any
-first-parent ancestor is O(log n) look-ups away, all of them inside one SQL statement.
+Every walk relies on two facts that ``record`` maintains. A parent is recorded before its child, so ids fall along every path: newest first
+is simply falling id, and a walk can stop below the id that it looks for. And each state has a jump pointer along first parents by the
+skew-binary rule (Myers, "An applicative random-access stack", 1983), so that any first-parent ancestor is O(log n) look-ups away, all
+inside one SQL statement.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _CHILDREN = union_all(
 
 
 def _climb() -> Select[Any]:
-    """The first-parent ancestor of ``start`` at generation ``target``: jump while that does not pass it, else one up."""
+    """The first-parent ancestor of ``start`` at generation ``target``: jump while that does not overshoot, else go one up."""
     target = bindparam("target", type_=Integer)
     at = select(_state.c.id, _state.c.parent_id, _state.c.jump_id, _state.c.generation).where(_state.c.id == bindparam("start"))
     walk = at.cte("climb", recursive=True)
@@ -74,7 +74,7 @@ def _climb() -> Select[Any]:
 
 
 def _climb_back() -> Select[Any]:
-    """The same, ``count`` generations up from ``start``; nothing where the chain is shorter."""
+    """The first-parent ancestor ``count`` generations above ``start``; nothing if the chain is shorter."""
     target = (_state.c.generation - bindparam("count", type_=BigInteger)).label("target")
     at = select(_state.c.id, _state.c.parent_id, _state.c.jump_id, _state.c.generation, target).where(_state.c.id == bindparam("start"))
     walk = at.cte("climb", recursive=True)
@@ -89,7 +89,7 @@ def _climb_back() -> Select[Any]:
 
 
 def _meet() -> Select[Any]:
-    """The state where the first-parent chains of two states of one generation meet: both jump while that leaves them apart."""
+    """The state where the first-parent chains of two states of one generation meet: both jump as long as that keeps them apart."""
     walk = select(bindparam("one", type_=BigInteger).label("one"), bindparam("other", type_=BigInteger).label("other")).cte(
         "meet", recursive=True
     )
@@ -107,7 +107,7 @@ def _meet() -> Select[Any]:
 
 
 def _restorable(gone: list[str]) -> Select[Any]:
-    """Up the first parents of ``start`` as long as their status is one of these."""
+    """Walk up the first parents of ``start`` as long as their status is one of these."""
     walk = (
         select(_state.c.id, _state.c.parent_id, _state.c.status).where(_state.c.id == bindparam("start")).cte("restorable", recursive=True)
     )
@@ -121,7 +121,7 @@ def _restorable(gone: list[str]) -> Select[Any]:
 
 
 def _chain_page() -> Select[Any]:
-    """``count`` first parents from ``start`` on, and a row for each further parent of each."""
+    """``count`` first parents from ``start`` on, and a row for each of their further parents."""
     start, bottom = bindparam("start", type_=BigInteger), bindparam("bottom", type_=BigInteger)
     walk = (
         select(_state.c.id, _state.c.parent_id, literal(1).label("place"))
@@ -145,8 +145,8 @@ _RESTORABLE, _LASTING = _restorable(_GONE), _restorable([*_GONE, Status.CAPTURED
 def _descendants(dialect: str) -> CTE:
     """All states below ``start``, breadth first, so that a limit takes the nearest.
 
-    SQLite searches the index of each table only when both stand in the recursion on their own, PostgreSQL allows the
-    recursion to stand there only once.
+    SQLite searches the index of each table only if both have their own place in the recursion; PostgreSQL allows the recursion in only one
+    place.
     """
     walk = select(_state.c.id).where(_state.c.id == bindparam("start")).cte("below", recursive=True)
     if dialect == "sqlite":
@@ -166,7 +166,7 @@ def _descendants(dialect: str) -> CTE:
 def log(session: Session, uid: str, *, limit: int | None = None, after: str | None = None) -> list[State]:
     """The state and all its ancestors through every parent, newest first; the cost is that of what is returned.
 
-    ``after`` goes on behind a state that an earlier call returned.
+    ``after`` continues after a state that an earlier call returned.
     """
     ids = _walk(session, id_of(session, uid))
     if after is not None:
@@ -200,9 +200,9 @@ def nth_ancestor_id(session: Session, id_: int, n: int) -> int:
 
 
 def first_parent_at(session: Session, id_: int, other: int, *, younger: int = 0) -> int:
-    """The row id of the state or first parent of ``id_`` that has the generation of ``other``, or is so much younger. O(log n).
+    """The row id of ``id_`` or of its first parent in the generation of ``other``, or ``younger`` generations later. O(log n).
 
-    :raises NotFound: it is older itself.
+    :raises NotFound: ``id_`` is older itself.
     """
     new, old = _generations(session, id_, other)
     found = session.execute(_CLIMB, {"start": id_, "target": old + younger}).scalar() if new >= old + younger else None
@@ -212,7 +212,7 @@ def first_parent_at(session: Session, id_: int, other: int, *, younger: int = 0)
 
 
 def first_meeting(session: Session, one: int, other: int) -> int | None:
-    """The newest state that is on the paths of first parents of both, as row ids; None when they never meet. O(log n)."""
+    """The newest state on the first-parent paths of both, as row ids; None when they never meet. O(log n)."""
     level = min(_generations(session, one, other))
     one, other = (session.execute(_CLIMB, {"start": id_, "target": level}).scalar_one() for id_ in (one, other))
     found = session.execute(_MEET, {"one": one, "other": other}).scalar()
@@ -222,7 +222,7 @@ def first_meeting(session: Session, one: int, other: int) -> int | None:
 def is_ancestor(session: Session, a: str, b: str) -> bool:
     """Whether ``a`` is ``b`` or one of its ancestors through any parent.
 
-    O(log n) along first parents; where further parents exist and the answer is no, the states between the two are read.
+    O(log n) along first parents. Where further parents exist and the answer is no, the states between the two are read.
     """
     old, new = _place(session, a), _place(session, b)
     if old.id >= new.id:
@@ -250,9 +250,9 @@ def merge_base(session: Session, a: str, b: str) -> State | None:
 
 
 def nearest_restorable(session: Session, uid: str, *, is_lasting: bool = False) -> State | None:
-    """The state itself if its bytes are somewhere, otherwise the newest such state along first parents; or None.
+    """The state itself if some tier holds its bytes, otherwise the newest such state along first parents; or None.
 
-    ``is_lasting`` passes over states that only the memory of processes has.
+    ``is_lasting`` skips states that only the memory of processes holds.
     """
     found = session.execute(_LASTING if is_lasting else _RESTORABLE, {"start": id_of(session, uid)}).scalar()
     return None if found is None else states(session, [int(found)])[0]
@@ -287,8 +287,8 @@ def descendant_ids(session: Session, uid: str, *, limit: int | None = None) -> l
 def _walk(session: Session, start: int, *, bottom: int = 0) -> Iterator[int]:
     """The ids of a state and its ancestors, falling, read a page at a time; none below ``bottom``.
 
-    A heap of chains of first parents: the highest id comes next, a further parent opens a chain of its own, and a chain
-    that reaches what was seen ends there.
+    It keeps a heap of chains of first parents. The highest id comes next; a further parent opens a chain of its own; a chain that reaches
+    an id already seen ends there.
     """
     if not _has_edges(session):
         for ids, _ in _pages(session, start, bottom):
@@ -324,7 +324,7 @@ def first_parents(session: Session, start: int, bottom: int) -> Iterator[tuple[i
 
 
 def _pages(session: Session, start: int, bottom: int) -> Iterator[tuple[list[int], dict[int, list[int]]]]:
-    """The first parents from ``start`` on, falling, and the further parents that some have; pages that grow."""
+    """The first parents from ``start`` on, falling, and the further parents of those that have some; in pages of growing size."""
     following: int | None = start
     page = _PAGE_MIN
     while following is not None:

@@ -1,1 +1,1 @@
-"""The lineage for people: drawings, words, numbers at a glance. Reads only."""
+"""The lineage presented to people: drawings, words, and numbers in summary. Reads only."""

@@ -1,6 +1,6 @@
-"""The branches of a lineage at a glance: where each forked, how its metric went, what can be restored, what was changed for it.
+"""A summary of each branch: where it forked, how its metric went, what can be restored, what was changed for it.
 
-What is the same for all of them costs a few queries, whatever is asked; the rest is read for the branches of one page. Summaries that
+What is the same for all of them costs a few queries, whatever is asked; the rest is read for the branches of one page. The summaries that
 ``record`` keeps (``change/segments``) stand for the states, so that none of this depends on how many there are.
 """
 
@@ -21,7 +21,7 @@ __all__ = ["Branch", "Branches", "Group", "Life", "Line", "Origin", "Point", "Se
 
 
 class Life(StrEnum):
-    """What is known of a branch's training: its process runs, or has ended; or nobody here can tell."""
+    """What is known of a branch's training: its process runs, or has ended; or it cannot be told here."""
 
     RUNNING = "running"
     ENDED = "ended"
@@ -29,7 +29,7 @@ class Life(StrEnum):
 
 
 Living = Callable[[Run], Life]
-"""Tells of a run that did not finish whether its process lives."""
+"""Tells whether the process of a run that did not finish is alive."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +44,9 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """The state behind which a branch begins. ``branch`` is the one that captured it, as it is called now; None where none did.
+    """The state after which a branch begins. ``branch`` captured it, by its present name; None if no branch did.
 
-    ``is_gone``: there is no such branch any more, and ``branch`` is what it was called.
+    ``is_gone``: that branch no longer exists, and ``branch`` is the name that it had.
     """
 
     state: str
@@ -57,7 +57,7 @@ class Origin:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One difference of a branch's configuration from its parent's: None where one of them has no such setting."""
+    """One difference between the configurations of a branch and of its parent: None where one of them lacks the setting."""
 
     key: str
     value: Value
@@ -66,7 +66,7 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A curve for a glance: some points of the branch's own part, the extremes among them; None is NaN."""
+    """A small curve: some points of the branch's own part, the extremes among them; None is NaN."""
 
     steps: tuple[int, ...] = ()
     values: tuple[float | None, ...] = ()
@@ -74,13 +74,13 @@ class Line:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Branch:
-    """One branch. What is counted are the states that it has to itself: those behind ``fork``, or all of a branch that did not fork.
+    """One branch. Counts are of the states that it has to itself: those after ``fork``, or all states of a branch that did not fork.
 
     ``restorable`` of these can be restored, ``durable`` survive their process. ``bytes`` are those that they added. ``last``, ``best`` and
-    ``best_restorable`` are of the metric that was chosen; None where no own state has a number. ``config`` is what differs between the
-    configuration of its newest run and that of the run that captured its fork: of a root all of it. ``began_at`` is when its first
-    own state was captured, ``changed_at`` when its newest one was; ``steps_per_s`` goes over the latest captures of its newest run.
-    ``ending`` is how that run ended; None while it goes on, as far as is known.
+    ``best_restorable`` are of the chosen metric; None if none of its own states has a number. ``config`` is the difference between the
+    configuration of its newest run and that of the run that captured its fork; for a root it is all of the configuration. ``began_at`` is
+    when its first own state was captured, ``changed_at`` when its newest one was; ``steps_per_s`` is measured over the latest captures of
+    its newest run. ``ending`` says how that run ended; None while it goes on, as far as is known.
     """
 
     name: str
@@ -112,7 +112,7 @@ class Branch:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Branches with one value of what they are grouped by; ``best`` is the best value that one of them reached, and its branch."""
+    """Branches with the same value of what they are grouped by; ``best`` is the best value among them, with its branch."""
 
     value: Value
     branches: int
@@ -122,10 +122,10 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Branches:
-    """Some of the branches, in order. ``matching`` of ``total`` were asked for; ``next`` is the cursor of those that follow.
+    """Some of the branches, in order. ``matching`` out of ``total`` match the request; ``next`` is the cursor for those that follow.
 
-    ``metrics`` are those that branches have, the most relevant first; ``metric`` is the one that was chosen, and gets better in
-    ``direction``. ``groups`` are there when branches are grouped, in their order.
+    ``metrics`` are those that branches have, the most relevant first; ``metric`` is the chosen one, which gets better in ``direction``.
+    ``groups`` are set when branches are grouped, in their order.
     """
 
     items: tuple[Branch, ...]
@@ -148,7 +148,7 @@ class Branches:
 
     @property
     def best(self) -> Branch | None:
-        """Of these, the branch with the best value."""
+        """The branch among these with the best value."""
         sign = 1 if self.direction is Direction.MIN else -1
         have = [(sign * item.best.value, item) for item in self.items if item.best is not None and item.best.value is not None]
         return min(have, key=itemgetter(0), default=(0.0, None))[1]

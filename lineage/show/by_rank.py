@@ -1,4 +1,4 @@
-"""What each rank measured of a state, which is recorded as ``loss@3``: told as one, from the least to the greatest."""
+"""What each rank measured of a state, which is recorded as ``loss@3``: shown as one value, with the range from least to greatest."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ _OF_RANK = re.compile(r"(.+)@(0|[1-9][0-9]*)", re.DOTALL)
 
 
 def by_rank(metrics: Mapping[str, float], world_size: int) -> tuple[dict[str, float], dict[str, dict[int, float]]]:
-    """The metrics of a state, and apart from them those that its ranks have for themselves.
+    """The metrics of a state, and separately those that each of its ranks has.
 
-    What somebody calls ``acc@5``, beside no ``acc@0``, is no rank's.
+    A metric that a user calls ``acc@5``, where there is no ``acc@0``, is not a rank's.
     """
     whole: dict[str, float] = {}
     ranks: dict[str, dict[int, float]] = {}
@@ -28,7 +28,7 @@ def by_rank(metrics: Mapping[str, float], world_size: int) -> tuple[dict[str, fl
 
 
 def ranks_of(keys: Iterable[str]) -> dict[str, list[int]]:
-    """Of the metrics of many states: which ranks had one for themselves, by its name; of none that only one rank had."""
+    """For the metrics of many states, by name: which ranks had a value of their own. Metrics that only one rank had are left out."""
     known = set(keys)
     ranks: dict[str, list[int]] = {}
     for name, rank in filter(None, (_split(key, known) for key in known)):
@@ -37,13 +37,13 @@ def ranks_of(keys: Iterable[str]) -> dict[str, list[int]]:
 
 
 def _split(key: str, known: Container[str]) -> tuple[str, int] | None:
-    """The name and the rank in the key of a metric of one rank, which stands beside that of all and that of rank 0."""
+    """The name and the rank in the key of one rank's metric, if the metric of all ranks and that of rank 0 exist beside it."""
     found = _OF_RANK.fullmatch(key)
     return None if found is None or found[1] not in known or f"{found[1]}@0" not in known else (found[1], int(found[2]))
 
 
 def spread_text(values: Mapping[int, float], digits: int) -> str:
-    """``0.7 to 1.3, mean 1``; what is not a number counts in none of these."""
+    """``0.7 to 1.3, mean 1``; values that are not numbers are ignored."""
     numbers = [value for value in values.values() if math.isfinite(value)]
     if not numbers:
         return "no numbers"

@@ -1,4 +1,4 @@
-"""One state as HTML for notebooks. A state shows itself by this, so it is known here by its facts alone."""
+"""One state as HTML for notebooks. ``State`` uses this module, so this module knows a state only by its fields."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Further(Protocol):
 
 
 class Shown(Protocol):
-    """What is shown of a state."""
+    """The fields of a state that are shown."""
 
     @property
     def uid(self) -> str: ...
@@ -77,7 +77,7 @@ class Shown(Protocol):
 
 
 def state_html(state: Shown, *, now: datetime | None = None) -> str:
-    """Everything that a state says of itself."""
+    """Everything that a state knows about itself, as HTML."""
     facts = [("state", code(state.uid)), ("step", text(step_text(state))), ("status", status_html(state.status))]
     facts.append(("captured", text(f"{time_text(state.created_at)}, {age_text(state.created_at, now)}")))
     facts += [("message", "<br>".join(map(text, state.message.splitlines())))] if state.message else []

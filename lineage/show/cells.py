@@ -1,4 +1,4 @@
-"""Texts as HTML for notebooks: escaped, in tables, in colours. Pure functions, which know nothing of the lineage.
+"""Texts as HTML for notebooks: escaped, in tables, in colours. Pure functions that know nothing of the lineage.
 
 What others wrote (names, messages, keys) is escaped here.
 """
@@ -18,7 +18,7 @@ _DURABLE = "#2e9e5b"
 
 
 def text(value: object, *, most: int | None = None) -> str:
-    """Escape a text, on one line; cut after ``most`` letters, with the whole of it to be seen on hovering."""
+    """An escaped text on one line, cut after ``most`` letters; hovering shows the whole."""
     shown = clean(str(value))
     if most is None or len(shown) <= most:
         return escape(shown)
@@ -26,19 +26,19 @@ def text(value: object, *, most: int | None = None) -> str:
 
 
 def code(value: object) -> str:
-    """A uid, a command: escaped, in letters of one width."""
+    """A uid or a command: escaped, in a monospaced font."""
     return f'<code style="{MONO}">{escape(clean(str(value)))}</code>'
 
 
 def facts_html(facts: Iterable[tuple[str, str]]) -> str:
-    """Names, which are escaped here, and values, which are HTML already, below each other."""
+    """A list of names, which are escaped here, and values, which are already HTML."""
     cell = "text-align:left;vertical-align:top"
     rows = (f'<tr><th style="{cell}">{text(name)}</th><td style="{cell}">{value}</td></tr>' for name, value in facts)
     return f"<table><tbody>{''.join(rows)}</tbody></table>"
 
 
 def table_html(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    """A table whose header is escaped here and whose cells are HTML already."""
+    """A table whose header is escaped here and whose cells are already HTML."""
     head = "".join(f'<th style="text-align:left">{text(name)}</th>' for name in header)
     body = ("<tr>" + "".join(f'<td style="text-align:left">{cell}</td>' for cell in row) + "</tr>" for row in rows)
     return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(body)}</tbody></table>"

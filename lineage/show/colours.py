@@ -1,4 +1,4 @@
-"""The colour of a branch, by its name alone: the same in the graph, in chips, in curves, in the terminal and in reports.
+"""The colour of a branch, from its name alone: the same in the graph, in chips, in curves, in the terminal and in reports.
 
 docs/design/012-first-view.md has the definition, with examples that every implementation must give.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 __all__ = ["DARK", "LIGHT", "TRUNK", "colour_of", "number_of"]
 
 TRUNK = "main"
-"""The branch that has the first colour to itself."""
+"""The branch that alone has the first colour."""
 
 LIGHT = ("#2563cc", "#b64f0d", "#1b7540", "#ab2f8a", "#09747b", "#6d49cc", "#bf3535", "#6d6b0a", "#8a5a2b", "#52637c")
 DARK = ("#6ea8ff", "#ff9d5c", "#62cf8c", "#ef86d2", "#4fc9cf", "#b199ff", "#ff8080", "#cfcb4c", "#d3a273", "#9db1cc")

@@ -1,6 +1,6 @@
-"""States beside each other: what was configured, measured and noted for each, and where each can be restored. No payload is read.
+"""A comparison of states: what was configured, measured and noted for each, and where each can be restored. Reads no payload.
 
-A state of a comparison is a column, a name that one of them has a row. Rows that differ come first.
+Each state of a comparison is a column; each name that at least one of them has is a row. Rows that differ come first.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ if TYPE_CHECKING:
 __all__ = ["MOST", "Compared", "Comparison", "ComparisonRow", "check_count", "compare"]
 
 MOST = 32
-"""How many states may stand beside each other."""
+"""The most states that can be compared at once."""
 
 _LONG = 80  # letters of a value in a notebook
 
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """One state of a comparison. ``rev`` is what it was asked by, ``branch`` the branch that captured it, ``refs`` name it now.
+    """One state of a comparison. ``rev`` is the text that asked for it, ``branch`` the branch that captured it; ``refs`` name it now.
 
-    ``places`` are the tiers that are said to hold its bytes, with their machines: ``local on host``. ``nearest`` is the nearest state
-    that can be restored: itself, or the newest of its first parents whose bytes are not gone; None where there is none.
+    ``places`` are the tiers that are recorded as holding its bytes, with their machines: ``local on host``. ``nearest`` is the nearest
+    state that can be restored: itself, or the newest of its first parents whose bytes are not gone; None if there is none.
     """
 
     rev: str
@@ -53,7 +53,8 @@ class Compared:
 
 @dataclass(frozen=True, slots=True)
 class ComparisonRow:
-    """One name, and its value for each state in order; None where a state has none. ``direction`` says which of a metric's are better."""
+    """One name, and its value for each state in order; None where a state has none. ``direction`` says which values of a metric are
+    better."""
 
     key: str
     values: tuple[Value, ...]
@@ -63,7 +64,7 @@ class ComparisonRow:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """States beside each other. Of each kind the rows that differ come first; ``code`` has commits and versions."""
+    """States side by side. Of each kind the rows that differ come first; ``code`` has commits and versions."""
 
     states: tuple[Compared, ...]
     config: tuple[ComparisonRow, ...]
@@ -88,7 +89,7 @@ class Comparison:
 
 
 def compare(session: Session, revs: Sequence[str], found: Sequence[State]) -> Comparison:
-    """Put states beside each other; ``revs`` are the texts by which they were asked for.
+    """A comparison of states; ``revs`` are the texts that asked for them.
 
     :raises InvalidInput: there are fewer than two, or more than ``MOST``.
     """
@@ -121,9 +122,9 @@ def _cell(value: Value) -> str:
 
 
 def check_count(count: int) -> None:
-    """Whether so many states can stand beside each other.
+    """Check that so many states can be compared.
 
-    :raises InvalidInput: they cannot; says what to do.
+    :raises InvalidInput: they cannot; the error says what to do.
     """
     if count < 2:
         raise InvalidInput(f"a comparison needs two states or more, not {count}: name another one")

@@ -1,4 +1,4 @@
-"""The configuration that a state was trained with, since when, and what was another before."""
+"""The configuration that a state was trained with, since when it holds, and what was different before."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ Pair = tuple[Value, Value]
 
 @dataclass(frozen=True, slots=True)
 class Configured:
-    """``since`` is the oldest of the first parents, or the state itself, from which on it is as it is; ``before`` is the one before that,
-    whose configuration is another, and None where the path begins so. ``changes`` are from there to here."""
+    """``since`` is the oldest state, among this one and its first parents, from which on the configuration is the same. ``before`` is the
+    one before that, with a different configuration; None if the path begins like this. ``changes`` lead from ``before`` to here."""
 
     state: State
     since: State
@@ -40,7 +40,7 @@ class Configured:
 
 
 def configured(session: Session, uid: str) -> Configured:
-    """What is known of a state's configuration; of its first parents only their runs are looked up."""
+    """A state's configuration and its history; of its first parents only the runs are looked up."""
     start = since = id_of(session, uid)
     chosen: Mapping[str, Value] | None = None
     for id_, config in _configs(session, start):
@@ -67,7 +67,7 @@ def _configs(session: Session, start: int) -> Iterator[tuple[int, Mapping[str, V
 
 
 def changes(old: Mapping[str, Value], new: Mapping[str, Value]) -> dict[str, Pair]:
-    """What differs between two configurations, by the alphabet."""
+    """The differences between two configurations, in alphabetical order."""
     return {
         key: (old.get(key), new.get(key))
         for key in sorted({*old, *new})

@@ -54,7 +54,7 @@ def child_uids(session: Session, uid: str) -> list[str]:
 
 
 def first_parents(session: Session, uid: str, *, limit: int, after: str | None = None) -> tuple[list[State], str | None]:
-    """A state and its first parents, newest first; and the uid to go on ``after``, None when the root is among them.
+    """A state and its first parents, newest first; and the uid to continue ``after``, None when the root is among them.
 
     :raises NotFound: there is no such state.
     :raises InvalidInput: ``after`` is not one of them.

@@ -1,8 +1,8 @@
-"""A history drawn as lanes, of which any rows can be had at once, however long it is.
+"""A history drawn as lanes, from which any rows can be read at once, however long it is.
 
-The lanes of a row depend on all rows above it. So the open lines are kept at every ``STRIDE`` rows, counted from the oldest, and
-rows are made from the nearest place that was kept. When heads move by captures, only what is new on top is drawn: branches keep
-their columns, and as soon as the open lines are as they were at a kept place, so is all below it.
+The lanes of a row depend on all rows above it. So the open lines are saved at every ``STRIDE`` rows, counted from the oldest, and rows are
+computed from the nearest saved place. When heads move by captures, only the new part on top is drawn: branches keep their columns, and as
+soon as the open lines equal those at a saved place, so does everything below it.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ from .lanes import Front
 __all__ = ["Ancestry", "Drawing", "Placement", "draw_history", "draw_nodes"]
 
 STRIDE = 256
-SHORT = 16  # states that follow one another; of shorter runs it is faster to look at each state
+SHORT = 16  # states that follow one another; for shorter runs it is faster to look at each state
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """A row, as ``lanes.Row``, of the state with this row id; and whose the lines above and below are, as ``lanes.Front.sources``."""
+    """The row, as in ``lanes.Row``, of the state with this row id; and the owners of the lines above and below, as
+    ``lanes.Front.sources``."""
 
     id: int
     lane: int
@@ -47,18 +48,18 @@ class Ancestry(Protocol):
 
     @property
     def further(self) -> Mapping[int, Sequence[int]]:
-        """The others of those that have some."""
+        """The other parents of those that have some."""
         ...
 
     def parents(self, id_: int, /) -> tuple[int, ...]:
-        """All, the first parent first."""
+        """All parents, the first parent first."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """The open lines above a row, 0 where there is none, whose they are, and the columns that the rows below need up to the next
-    kept place."""
+    """The open lines above a row (0 where there is none), their owners, and the columns that the rows below need up to the next
+    saved place."""
 
     awaited: array[int]
     sources: array[int]
@@ -69,9 +70,9 @@ class _Kept:
 class Drawing:
     """The history of ``heads``. ``order`` are its row ids, rising: the last is drawn first.
 
-    ``tips`` are those heads that no other one descends from, and their columns: they and the heads decide all else. ``width`` is how
-    many columns are needed. Two drawings with the same ``version`` have the same rows. ``trunk`` is the state that stands in the first
-    column, if there is one.
+    ``tips`` are the heads that no other head descends from, and their columns: with the heads they determine everything else. ``width`` is
+    the number of columns needed. Two drawings with the same ``version`` have the same rows. ``trunk`` is the state in the first column, if
+    there is one.
     """
 
     topology: Ancestry
@@ -89,19 +90,19 @@ class Drawing:
         return len(self.order)
 
     def row_of(self, id_: int) -> int | None:
-        """The row of a state, counted from 0, the newest; None if it is not in here."""
+        """The row of a state, counted from 0 for the newest; None if it is not in this history."""
         index = position(self.order, id_)
         return None if index is None else len(self.order) - 1 - index
 
     def rows(self, first: int, count: int) -> list[Placement]:
-        """Rows from ``first`` on, newest first; the cost is that of what is returned and of less than ``STRIDE`` rows above."""
+        """Rows from ``first`` on, newest first; the cost is that of the returned rows and of fewer than ``STRIDE`` rows above them."""
         end = len(self.order) - first
         return list(self._draw(end, max(0, end - count))) if end > 0 else []
 
     def _draw(self, end: int, begin: int) -> Iterator[Placement]:
         """The states at these places of ``order``, from the last to the first."""
         start = min((place for place in self._places(end)), default=len(self.order))
-        # below the trunk its column is free to all
+        # below the trunk its column is free for others
         trunk = self.trunk if self.trunk is not None and (position(self.order, self.trunk) or 0) < start else None
         front = _front(self.kept[start].awaited, self.tips, trunk, self.kept[start].sources)
         _skip(front, self.topology, self.order, start, end)
@@ -116,7 +117,7 @@ class Drawing:
             above, sources = below, following
 
     def _places(self, end: int) -> Iterator[int]:
-        """The nearest place at or above ``end`` whose lines were kept."""
+        """The nearest place at or above ``end`` whose lines were saved."""
         place = -(-end // STRIDE) * STRIDE
         while place < len(self.order):
             if place in self.kept:
@@ -134,10 +135,10 @@ def draw_history(
     budget_rows: int | None = None,
     pause: Callable[[], None] = lambda: None,
 ) -> Drawing | None:
-    """The history of ``heads``, which ``topology`` has read. ``old`` is one of theirs as they stood before: what it has is used.
-    ``trunk`` is the head that is to stand in the first column.
+    """The history of ``heads``, which ``topology`` has read. ``old`` is an earlier drawing of the same heads: what it has is reused.
+    ``trunk`` is the head to put into the first column.
 
-    None if more than ``budget_rows`` would have to be looked at; ``pause`` is called every few hundred.
+    None if more than ``budget_rows`` would have to be read; ``pause`` is called every few hundred rows.
     """
     grown = None if old is None else _redraw(topology, old, heads, trunk, budget_rows, pause)
     if grown is not None or (old is not None and budget_rows is not None and len(old.order) > budget_rows):
@@ -149,7 +150,7 @@ def draw_history(
 
 
 def draw_nodes(nodes: Ancestry, heads: frozenset[int], order: array[int], *, trunk: int | None, preferred: Mapping[int, int]) -> Drawing:
-    """Of a skeleton, whose nodes are few: always drawn as a whole. ``preferred`` are columns for heads."""
+    """The drawing of a skeleton. Its nodes are few, so it is always drawn as a whole. ``preferred`` are columns for heads."""
     drawn = _draw_all(nodes, heads, order, None, trunk, None, lambda: None, preferred=preferred)
     assert drawn is not None, "there is no budget"
     return drawn
@@ -158,7 +159,7 @@ def draw_nodes(nodes: Ancestry, heads: frozenset[int], order: array[int], *, tru
 def _redraw(
     topology: Topology, old: Drawing, heads: frozenset[int], trunk: int | None, budget_rows: int | None, pause: Callable[[], None]
 ) -> Drawing | None:
-    """``old`` with what its heads, or new ones, have captured since on top; None if they did anything else, or it is too much."""
+    """``old`` extended by what its heads, or new ones, have captured since; None if they changed otherwise, or it is too much."""
     new = topology.since(old.order, heads)
     if new is None:
         return None
@@ -175,7 +176,7 @@ def _redraw(
 
 
 def _leads(topology: Topology, child: int, parent: int) -> bool:
-    """Whether a state is another one, or goes on from it by first parents."""
+    """Whether ``child`` is ``parent``, or descends from it by first parents."""
     while child > parent:
         child = topology.first[child]
     return child == parent
@@ -192,7 +193,7 @@ def _draw_all(
     *,
     preferred: Mapping[int, int] | None = None,
 ) -> Drawing | None:
-    """Draw from the top until the lines are those of ``old``, or to the end."""
+    """Draw from the top until the lines equal those of ``old``, or to the end."""
     place = end = len(order)
     if trunk is not None and position(order, trunk) is None:
         trunk = None
@@ -233,12 +234,12 @@ def _version(heads: frozenset[int], tips: Mapping[int, int], trunk: int | None) 
 
 
 def _is_kept(place: int, lines: int) -> bool:
-    """Whether lines are kept at this place: the more lines, the fewer places, so that no more numbers are kept than there are rows."""
+    """Whether lines are saved at this place: the more lines, the fewer places, so that no more numbers are kept than there are rows."""
     return place // STRIDE % (1 << (lines // STRIDE).bit_length()) == 0
 
 
 def _preferred(topology: Ancestry, old: Drawing, heads: frozenset[int]) -> dict[int, int]:
-    """The columns in which heads stood before, or what they were captured from did."""
+    """The columns in which heads stood before, or else those of the states that they were captured from."""
     first, last = topology.first, old.order[-1] if old.order else 0
     found: dict[int, int] = {}
     for head in heads:
@@ -259,7 +260,7 @@ def _lines(front: Front[int]) -> array[int]:
 
 
 def _skip(front: Front[int], topology: Ancestry, order: array[int], end: int, begin: int) -> None:
-    """Place the states between, from the last to the first: those that only follow one another at once, where that is worth it."""
+    """Place the states in between, from the last to the first; runs that only follow one another are placed at once, where that pays."""
     block, first, further = order[begin:end], topology.first, topology.further
     places = starts(first, block)
     if len(places) * SHORT > len(block):

@@ -1,8 +1,8 @@
 """The events of all refs, in the order of their ids, for readers that must miss nothing.
 
 On SQLite ids rise with commits. On PostgreSQL they are drawn before the commit: a reader that has seen 7 may find a 6 committed later.
-``read`` therefore stops at a hole among the ids until every transaction that may still fill it has ended. Those are the ones
-that hold the lock which PostgreSQL gives a writer of the table before it draws an id, and takes back after its commit.
+``read`` therefore stops at a gap in the ids until every transaction that may still fill it has ended. Those are the transactions that hold
+the lock which PostgreSQL gives a writer of the table before it draws an id, and releases after its commit.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ class Horizon:
 
     @property
     def is_settled(self) -> bool:
-        """Whether none of the transactions is left."""
+        """Whether all of these transactions have ended."""
         return not self.writers
 
 
 @dataclass(frozen=True, slots=True)
 class Events:
-    """Events by rising ids, none of which is missing. With ``horizon`` more are there, behind a hole: give it to the next ``read``.
+    """Events by rising ids, with none missing. If ``horizon`` is set there are more, after a gap: pass it to the next ``read``.
 
-    When the horizon is settled that may be at once, in a new transaction; else after a while.
+    Call that at once, in a new transaction, if the horizon is settled; else after a while.
     """
 
     items: tuple[RefEvent, ...]
@@ -62,9 +62,9 @@ def settle(session: Session, horizon: Horizon) -> Horizon:
 
 
 def read(session: Session, after: int, *, horizon: Horizon | None = None, limit: int = _PAGE) -> Events:
-    """The events behind the id ``after``, as far as none can still come between them; ``horizon`` is what the last call gave.
+    """The events after the id ``after``, up to where more may still come in between; ``horizon`` is the one that the last call returned.
 
-    ``after`` is 0 or an id up to which nothing was missing: of an event read here, or of a settled horizon.
+    ``after`` is 0 or an id up to which nothing was missing: that of an event read here, or of a settled horizon.
     """
     rows = session.execute(_AFTER, {"after": after, "limit": limit}).all()
     settled = horizon.id if horizon is not None and horizon.is_settled else 0
@@ -79,7 +79,7 @@ def read(session: Session, after: int, *, horizon: Horizon | None = None, limit:
 
 
 def _wait_for(session: Session, missing: int, seen: int, horizon: Horizon | None) -> Horizon:
-    """The transactions that may still write the event ``missing``, as ``seen`` exists: asked after the events were read, in the same
+    """The transactions that may still write the event ``missing``, given that ``seen`` exists. They are read after the events, in the same
     transaction.
     """
     if horizon is not None and missing <= horizon.id:

@@ -1,4 +1,4 @@
-"""How often processes of a repository died: for how long they ran, and how many ended without saying so."""
+"""How often processes of a repository died: how long they ran, and how many ended without saying so."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ _BATCH = 500
 
 @dataclass(frozen=True, slots=True)
 class Failures:
-    """``processes`` trained for ``ran_s`` seconds together, and ``died`` of them were found dead by whoever opened the repository next."""
+    """``processes`` trained for ``ran_s`` seconds in total; ``died`` of them were found dead by a process that opened the repository
+    later."""
 
     processes: int
     died: int
@@ -31,7 +32,7 @@ class Failures:
 
 
 def failures(session: Session) -> Failures:
-    """Of all processes that captured here. One that died, or goes on, ran until its newest state, as far as is known."""
+    """The failures among all processes that captured here. One that died, or goes on, counts as running until its newest state."""
     ids = list(session.execute(_PROCESSES).scalars())
     found: list[Run] = []
     for some in batches(ids, _BATCH):

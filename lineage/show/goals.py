@@ -1,4 +1,4 @@
-"""Which way a metric gets better, by its name, since nobody says."""
+"""Whether a metric is better when it is smaller or larger, judged by its name, since nobody states it."""
 
 from __future__ import annotations
 
@@ -23,6 +23,6 @@ _WORD = re.compile(r"[A-Z]?[a-z0-9]+|[A-Z0-9]+")
 
 
 def direction_of(key: str) -> Direction:
-    """Accuracies and what else is known to rise: the larger; all else, as losses: the smaller."""
+    """Larger for accuracies and other metrics known to rise; smaller for everything else, such as losses."""
     words = {word.lower() for word in _WORD.findall(key)} | set(_PLAIN.findall(key.lower()))
     return Direction.MAX if words & _RISING and not words & _FALLING else Direction.MIN

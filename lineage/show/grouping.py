@@ -22,7 +22,7 @@ _BATCH = 500
 
 
 def groups_of(session: Session, group: str, made_by: Mapping[int, int | None]) -> dict[int, Value]:
-    """What states have of ``study``, ``config.KEY`` or ``attr.KEY``, by row id; those that have none are left out.
+    """The value of ``study``, ``config.KEY`` or ``attr.KEY`` for each state, by row id; states without one are left out.
 
     :param made_by: the states, and the row id of the run of each.
     :raises InvalidInput: ``group`` is none of these.
@@ -39,7 +39,7 @@ def groups_of(session: Session, group: str, made_by: Mapping[int, int | None]) -
 
 
 def configs_of(session: Session, ids: Sequence[int]) -> dict[int, dict[str, Value]]:
-    """What was chosen for runs, by row id."""
+    """The chosen settings of runs, by row id."""
     return settings.of_runs(session.connection(), ids)
 
 

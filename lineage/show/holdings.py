@@ -35,7 +35,7 @@ class Held:
 
 
 def held(session: Session) -> tuple[Held, ...]:
-    """What each tier of each node holds, as it was reported; the processes of a node together. One scan of all replicas."""
+    """What each tier of each node holds, as reported; the processes of a node are added up. One scan of all replicas."""
     found: dict[tuple[str, str], tuple[int, int]] = {}
     for tier, place, host, count, size in session.execute(_HELD):
         key = tier, host or node_of(place)

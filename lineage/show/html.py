@@ -1,7 +1,7 @@
 """States as HTML for notebooks: a table of many, and a small graph. Pure functions.
 
-Text that others wrote (names, messages, keys) is escaped here and nowhere else. Text takes the notebook's own colour, lines are of
-middling lightness, so that both look right on light and on dark.
+Text that others wrote (names, messages, keys) is escaped here and nowhere else. Text takes the notebook's own colour and lines have a
+medium lightness, so that both look right on light and on dark.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .texts import age_text, clean, first_line, metrics_text, short, step_text, 
 __all__ = ["graph_html", "states_html"]
 
 _ROWS = 50
-"""How many states a table shows: a notebook keeps what it shows, in the file too."""
+"""How many states a table shows: a notebook stores what it shows, in its file too."""
 
 _METRIC_COLUMNS = 6
 _LANES = 12
@@ -30,7 +30,7 @@ _STROKES = ("#3b8eea", "#d2691e", "#2e9e5b", "#b05ac8", "#c08a00", "#d0486a")
 
 
 def states_html(states: Sequence[State], *, now: datetime | None = None) -> str:
-    """One state a row, the first fifty; their metrics are columns, by relevance."""
+    """A table of the first fifty states, one in each row; their metrics are columns, by relevance."""
     shown = states[:_ROWS]
     keys = relevant_keys((state.metrics for state in shown), _METRIC_COLUMNS)
     rows = [
@@ -51,7 +51,7 @@ def states_html(states: Sequence[State], *, now: datetime | None = None) -> str:
 
 
 def graph_html(states: Sequence[State], refs: Iterable[Ref]) -> str:
-    """States with the lines between them, as ``datastates log --graph`` draws them; they come newest first."""
+    """States with the lines between them, as ``datastates log --graph`` draws them; ``states`` come newest first."""
     if not states:
         return ""
     rows = list(lanes(states))
@@ -71,7 +71,7 @@ def graph_html(states: Sequence[State], refs: Iterable[Ref]) -> str:
 
 
 def _lines(row: Row, index: int, columns: int) -> Iterator[str]:
-    """The upper and the lower half of what passes, ends and begins in one row."""
+    """The upper and the lower halves of the lines that pass, end or begin in one row."""
     top, middle, bottom = index * _ROW_PX, index * _ROW_PX + _ROW_PX // 2, (index + 1) * _ROW_PX
     for lane in row.above:
         yield _line(lane, top, row.lane if lane in row.joins else lane, middle, columns)
@@ -83,7 +83,7 @@ def _lines(row: Row, index: int, columns: int) -> Iterator[str]:
 
 
 def _line(one: int, top: int, other: int, bottom: int, columns: int) -> str:
-    """Between two columns; the colour is that of the outer one. Columns beyond the last fall together in it."""
+    """A line between two columns, in the colour of the outer one. Columns beyond the last are drawn as the last."""
     stroke = _STROKES[max(one, other) % len(_STROKES)]
     from_x, to_x, between = _x(one, columns), _x(other, columns), (top + bottom) // 2
     way = f"V{bottom}" if from_x == to_x else f"C{from_x} {between} {to_x} {between} {to_x} {bottom}"
@@ -91,7 +91,7 @@ def _line(one: int, top: int, other: int, bottom: int, columns: int) -> str:
 
 
 def _dot(row: Row, index: int, state: State, columns: int) -> str:
-    """Full where the bytes are somewhere, hollow where they are gone."""
+    """The dot of a state: full if its bytes are somewhere, hollow if they are gone."""
     stroke = _STROKES[row.lane % len(_STROKES)]
     fill = stroke if state.status.is_restorable else "none"
     at = f'cx="{_x(row.lane, columns)}" cy="{index * _ROW_PX + _ROW_PX // 2}" r="{_DOT_PX}"'
@@ -99,7 +99,7 @@ def _dot(row: Row, index: int, state: State, columns: int) -> str:
 
 
 def _label(state: State, refs: Sequence[Ref], left: int, index: int) -> str:
-    """A state on one line, its whole message on hovering."""
+    """A state on one line; hovering shows its whole message."""
     names = "".join(f" [{'tag: ' if ref.kind is RefKind.TAG else ''}{clean(ref.name)}]" for ref in refs)
     rest = f" step {step_text(state)}  {metrics_text(state.metrics, state.world_size)}"
     if not state.status.is_restorable:

@@ -1,6 +1,6 @@
-"""Lanes: which column each state of a history stands in, and the lines between them, as ``git log --graph`` draws them.
+"""Lanes: the column of each state of a history, and the lines between them, as ``git log --graph`` draws them.
 
-One pass from new to old; general graph layout gives up at a few thousand nodes, this takes a million. Pure functions.
+One pass from new to old. General graph layout gives up at a few thousand nodes; this takes a million. Pure functions.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Row:
     """One state. ``lane`` is its column; ``above`` and ``below`` are the columns with a line just above and just below it.
 
     ``joins`` are other columns whose lines end here: they lead to children of this state. ``parents`` are the columns in which
-    its parents will stand, the first parent's first; the state's own column goes on below only if it is among them.
+    its parents will stand, the first parent's first; the state's own column continues below only if it is among them.
     """
 
     uid: str
@@ -66,11 +66,11 @@ class Placed(NamedTuple):
 class Front(Generic[Key]):
     """The lines that are open between two rows: ``awaited`` has the state that each column leads to, None where there is no line.
 
-    States are told by any key. ``preferred`` are columns for keys that no line leads to; others of those stay out of them. ``begun``
-    are all such keys that were placed, and where; ``width`` is how many columns were needed. ``trunk`` is a key that stands in the
-    first column, which no line that begins beside it takes, whatever leads to it.
+    States are identified by any key. ``preferred`` are columns for keys that no line leads to; other such keys stay out of these columns.
+    ``begun`` has all such keys that were placed, and where; ``width`` is the number of columns needed. ``trunk`` is a key that stands in
+    the first column; no line that begins beside it takes that column, whatever leads to it.
 
-    ``sources`` has for each column in use whose line it is: the child that it comes from where it leads to a first parent, else the
+    ``sources`` has the owner of the line in each column in use: the child that the line comes from if it leads to a first parent, else the
     parent that it leads to.
     """
 
@@ -90,7 +90,7 @@ class Front(Generic[Key]):
         self._preferred = preferred or {}
         self._reserved = frozenset((*self._preferred.values(), *(() if trunk is None else (0,))))
         self._first: dict[Key, int] = {}  # the leftmost column that leads to a key
-        self._more: dict[Key, list[int]] = {}  # the others, rising
+        self._more: dict[Key, list[int]] = {}  # the other columns that do, rising
         for lane, key in enumerate(self.awaited):
             if key is not None:
                 self._await(lane, key)
@@ -100,7 +100,7 @@ class Front(Generic[Key]):
         return tuple([lane for lane, key in enumerate(self.awaited) if key is not None])  # a list first: twice as fast
 
     def place(self, key: Key, parents: Sequence[Key]) -> Placed:
-        """The next row: the lines to a state end at it, those to its parents begin."""
+        """Place the next row: the lines to a state end at it, those to its parents begin."""
         awaited = self.awaited
         joins: tuple[int, ...] = ()
         lane = self._first.pop(key, -1)
@@ -124,9 +124,10 @@ class Front(Generic[Key]):
         return Placed(lane, joins, below)
 
     def skip(self: Front[int], keys: Iterable[int], first: Firsts, further: Mapping[int, Sequence[int]]) -> None:
-        """``place`` for many, without saying where they stand. ``first`` are first parents by key, 0 where there is none.
+        """``place`` for many keys, without returning where they stand. ``first`` are first parents by key, 0 where there is none.
 
-        Nearly every state only goes on in its column, to a parent that nothing else leads to: such take a third of a microsecond.
+        Nearly every state only continues in its column, to a parent that nothing else leads to; each of these takes a third of a
+        microsecond.
         """
         awaited, firsts, more, sources, trunk = self.awaited, self._first, self._more, self.sources, self._trunk
         for key in keys:
@@ -141,9 +142,9 @@ class Front(Generic[Key]):
                 self.place(key, (*((parent,) if parent else ()), *further.get(key, ())))
 
     def pass_by(self: Front[int], run: Sequence[int], parent: int, further: Mapping[int, Sequence[int]]) -> bool:
-        """``skip`` at once for a run of keys, which rise, each the first parent of the next; ``parent`` is that of the first.
+        """``skip`` a whole run of rising keys at once, each the first parent of the next; ``parent`` is that of the first.
 
-        False, and nothing is done, where anything else leads to one of them, or one merges.
+        Returns False, and does nothing, where anything else leads to one of them, or one merges.
         """
         oldest, newest = run[0], run[-1]
         lane, trunk = self._first.get(newest, -1), self._trunk
@@ -171,7 +172,7 @@ class Front(Generic[Key]):
         return self._free(self._reserved)
 
     def _descend(self, lane: int, parents: Sequence[Key], key: Key) -> tuple[int, ...]:
-        """Put the parents into columns: the first where the state stands, unless another column leads to it already."""
+        """Put the parents into columns: the first into the state's own column, unless another column leads to it already."""
         places: list[int] = []
         for index, parent in enumerate(dict.fromkeys(parents)):
             there = self._first.get(parent, -1)
@@ -205,8 +206,8 @@ class Front(Generic[Key]):
 def lanes(states: Iterable[State], *, preferred: Mapping[str, int] | None = None, trunk: str | None = None) -> Iterator[Row]:
     """A row for each state. They come newest first, children before parents; parents may be missing at the end.
 
-    ``preferred`` are columns for states that no line leads to, by uid: so that branches stay where they were when they grow.
-    ``trunk`` is a state that stands in the first column.
+    ``preferred`` are columns, by uid, for states that no line leads to, so that branches stay where they were when they grow.
+    ``trunk`` is a state to put into the first column.
     """
     front: Front[str] = Front(preferred=preferred, trunk=trunk)
     above = front.used()
@@ -218,7 +219,7 @@ def lanes(states: Iterable[State], *, preferred: Mapping[str, int] | None = None
 
 
 def draw(rows: Iterable[Row], *, mark: str = "*") -> Iterator[Drawn]:
-    """The rows as text with box-drawing characters, two columns a lane."""
+    """The rows as text with box-drawing characters, two columns for each lane."""
     for row in rows:
         passing = [lane for lane in row.above if lane != row.lane and lane not in row.joins]
         before = (_line(row.lane, [*passing, row.lane], ends=row.joins),) if row.joins else ()

@@ -1,4 +1,4 @@
-"""Merged states for people: soups and other merges, with their parents and the weight of each."""
+"""Merged states: soups and other merges, with their parents and the weight of each."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _KINDS = (EdgeKind.MERGE.value, EdgeKind.SOUP.value)
 
 @dataclass(frozen=True, slots=True)
 class Ingredient:
-    """A parent of a merged state. ``branch`` captured it; ``weight`` is its share, None where nobody recorded one."""
+    """A parent of a merged state. ``branch`` captured it; ``weight`` is its share, None if none was recorded."""
 
     state: str
     step: int
@@ -42,9 +42,10 @@ class Ingredient:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Merge:
-    """One merged state. ``method`` is that of ``Repository.merge``; ``refs`` are the names that it has.
+    """One merged state. ``method`` is that of ``Repository.merge``; ``refs`` are its names.
 
-    ``score`` is what the user's evaluation gave for a greedy soup, ``best_member_score`` for the best of its ``candidates`` alone.
+    ``score`` is what the user's evaluation returned for a greedy soup, ``best_member_score`` what it returned for the best of its
+    ``candidates`` alone.
     """
 
     state: str
@@ -64,7 +65,7 @@ class Merge:
 
 @dataclass(frozen=True, slots=True)
 class Merges:
-    """Some merged states, the newest first. ``next`` goes on ``after`` the last of them. ``values`` are of ``metric``."""
+    """Some merged states, the newest first. ``next`` continues ``after`` the last of them. ``values`` are of ``metric``."""
 
     items: tuple[Merge, ...]
     next: str | None
@@ -72,7 +73,7 @@ class Merges:
 
 
 def merges(session: Session, *, metric: str | None = None, after: str | None = None, limit: int = 50) -> Merges:
-    """The merged states, the newest first; ``metric`` left out is the most relevant one that they or their parents have.
+    """The merged states, the newest first; without ``metric`` it is the most relevant one that they or their parents have.
 
     :raises NotFound: there is no state ``after``.
     """
@@ -119,7 +120,7 @@ def _merge(state: State, parents: dict[str, State], origins: dict[str, str], ref
 
 
 def _weights(state: State) -> list[float | None]:
-    """The weight of each parent, the first parent's first: of the recipe; else those of the edges, which the first parent has none of."""
+    """The weight of each parent, the first parent's first: from the recipe, else from the edges, where the first parent has none."""
     try:
         recorded = msgspec.json.decode(str(state.attributes.get("merge.weights")), type=list[float])
     except msgspec.MsgspecError:

@@ -1,4 +1,4 @@
-"""The names of states, all at once: which branch came first, and so has what several have in common."""
+"""The names of all states at once, and which branch came first and so owns the states that several have in common."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["TRUNKS", "Names", "names"]
 
 TRUNKS = ("main", "master")
-"""Branches that are the trunk of a history, the first of them that there is."""
+"""The names that make a branch the trunk of a history; the first of them that exists is it."""
 
 _ref, _event, _state = table(RefRow), table(RefEventRow), table(StateRow)
 _STAMP = select(
@@ -34,10 +34,10 @@ _BIRTHS = select(_event.c.name, func.min(_event.c.id)).where(_event.c.name.in_(b
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """Branches and tags as they stand. ``stamp`` is another when one of them was made, moved or deleted.
+    """Branches and tags as they stand. ``stamp`` changes when one of them is created, moved or deleted.
 
-    ``at`` are those of each state by its row id, by name. ``branches`` are in order of their rank: the trunk, then the one that was
-    made first; ``ranks`` has the lowest rank of those that name a state. ``trunk`` is the row id of the trunk's state.
+    ``at`` has those of each state, by its row id, in order of name. ``branches`` are in order of their rank: the trunk, then the ones
+    created first. ``ranks`` has the lowest rank among those that name a state. ``trunk`` is the row id of the trunk's state.
     """
 
     stamp: tuple[int, ...]
@@ -49,7 +49,7 @@ class Names:
 
 
 def names(session: Session, old: Names | None = None) -> Names:
-    """As they stand for this session; ``old`` itself where nothing changed since."""
+    """The names as they stand for this session; ``old`` itself if nothing has changed since."""
     stamp = tuple(int(number) for number in session.execute(_STAMP).one())
     if old is not None and old.stamp == stamp:
         return old
@@ -71,7 +71,7 @@ def names(session: Session, old: Names | None = None) -> Names:
 
 
 def _births(session: Session, wanted: Mapping[str, int], known: Mapping[str, int]) -> dict[str, int]:
-    """The first event of each branch; of those that are known it is not asked again."""
+    """The first event of each branch; for known branches it is not read again."""
     found = {name: known[name] for name in wanted if name in known}
     missing = [name for name in wanted if name not in found]
     for some in batches(missing, 500):

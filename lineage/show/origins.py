@@ -1,4 +1,4 @@
-"""Where states come from, the branch to which each belongs; and which came last."""
+"""Where states come from: the branch to which each belongs; and which states came last."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _SEGMENTS = (
 
 
 def branches_of(session: Session, uids: Sequence[str]) -> dict[str, str]:
-    """The branch to which each of some states belongs, by uid: the one that captured it; nothing for states that none ever had."""
+    """The branch to which each of some states belongs, by uid: the one that captured it. States that no branch ever had are left out."""
     found: dict[str, str] = {}
     for some in batches(uids, _BATCH):
         found.update((row.uid, row.name) for row in session.execute(_SEGMENTS, {"uids": some}))

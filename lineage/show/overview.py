@@ -1,7 +1,7 @@
-"""``branches``: every branch of a lineage, chosen, sorted and grouped; see ``show/branches`` for what is told of each.
+"""``branches``: every branch of a lineage, chosen, sorted and grouped. ``show/branches`` describes what is told of each.
 
-All branches are looked at for what they are sorted by, in a few queries whose cost is that of the branches. What else is told is read
-for those of one page.
+What branches are sorted by is read for all of them, in a few queries that cost as much as there are branches. Everything else is read for
+those of one page.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ if TYPE_CHECKING:
 __all__ = ["POINTS", "SORTS", "Choice", "Sort", "branches", "heads_where"]
 
 POINTS = 60
-"""Of a branch's curve for a glance."""
+"""How many points the small curve of a branch has."""
 
 _GONE = [status.value for status in Status if not status.is_restorable]
-_DONE = "done/"  # how the tags begin that studies put on what they have finished
+_DONE = "done/"  # the prefix of the tags that studies put on what they have finished
 
 
 class Choice(TypedDict, total=False):
@@ -66,20 +66,20 @@ class Choice(TypedDict, total=False):
     Choice, name="", names=None, metric=None, direction=None, sort="changed", group=None, after=None, limit=None, living=None, now=None
 )
 def branches(session: Session, query: str = "", **choice: Unpack[Choice]) -> Branches:
-    """The branches that were asked for.
+    """The branches that match the request.
 
     :param query: a condition, as for states; it must hold of a branch's newest state.
-    :param name: a part of the names that are wanted.
-    :param names: the names that are wanted; None: whichever.
-    :param metric: what ``last``, ``best`` and ``line`` are of; None: the most relevant one that branches have.
-    :param direction: which of its values are better; None: by its name.
-    :param sort: one of ``SORTS``, in the order in which people want it: the best, newest, longest first; ``-`` before it turns that.
+    :param name: a part of the names of the branches.
+    :param names: the names of the branches; None: any.
+    :param metric: the metric of ``last``, ``best`` and ``line``; None: the most relevant one that branches have.
+    :param direction: which of its values are better; None: judged by its name.
+    :param sort: one of ``SORTS``, in the order that people expect: the best, newest, longest first; a leading ``-`` reverses it.
     :param group: ``study``, ``config.KEY`` or ``attr.KEY``: branches with the same value stand together.
     :param after: ``next`` of the page before, with all else unchanged.
-    :param limit: at most so many; None: all.
-    :param living: tells whether the process of a run lives that did not finish.
-    :raises SyntaxProblem: the query does not parse; points at the column.
-    :raises InvalidInput: one of these is none that there is.
+    :param limit: the most branches to return; None: all.
+    :param living: tells whether the process of a run that did not finish is alive.
+    :raises SyntaxProblem: the query does not parse; the error points at the column.
+    :raises InvalidInput: one of these values is not valid.
     """
     name, names, group, after, limit = choice["name"], choice["names"], choice["group"], choice["after"], choice["limit"]
     sort, turned = sort_of(choice["sort"])
@@ -163,7 +163,7 @@ def _groups(rows: Sequence[Row], direction: Direction) -> tuple[Group, ...]:
 
 @dataclass(slots=True)
 class _Page:
-    """Some branches, and what else is read for them."""
+    """Some branches, and everything else that is read for them."""
 
     session: Session
     rows: Sequence[Row]
@@ -228,7 +228,7 @@ class _Page:
         return Point(state.uid, state.step, value, Status(state.status))
 
     def _restorable(self) -> dict[str, tuple[int, float]]:
-        """The best value that can be restored of each branch, and the row id of its state."""
+        """The best restorable value of each branch, and the row id of its state."""
         found: dict[str, tuple[int, float]] = {}
         at_best = _states(self.session, [row.best_id for row in self.rows if row.best_id is not None])
         statement = _BEST[self.direction]
@@ -291,7 +291,7 @@ def _runs(session: Session, ids: set[int]) -> dict[int, Run]:
 
 
 def _rates(session: Session, rows: Sequence[Row]) -> dict[str, float]:
-    """Steps a second over the latest captures of each branch's newest run: back to what its jumps lead to (see ``search/walk``)."""
+    """Steps per second over the latest captures of each branch's newest run: back to where its jumps lead (see ``search/walk``)."""
     found: dict[str, float] = {}
     ends: defaultdict[int, list[Row]] = defaultdict(list)
     for row in rows:
@@ -330,7 +330,8 @@ _FINISHED = select(_ref.c.name, _ref.c.state_id).where(_ref.c.kind == RefKind.TA
 
 
 def _best(direction: Direction) -> Any:
-    """By the states of the segment, each with its value: joined to them, SQLite may walk all values of the metric, of every branch."""
+    """The query reads the states of the segment, each with its value: in a join, SQLite may walk all values of the metric, of every
+    branch."""
     of_state = (_metric.c.state_id == _state.c.id) & (_metric.c.key == bindparam("of"))
     found = select(_state.c.id, select(_metric.c.value).where(of_state).scalar_subquery().label("value")).where(
         _state.c.segment_id == bindparam("segment", type_=BigInteger), _state.c.status.not_in(_GONE)
@@ -342,7 +343,7 @@ def _best(direction: Direction) -> Any:
 
 
 def _back() -> Any:
-    """Each state with what it leads to by its jump, by the jump of that, and so on, the farthest first; its parent comes last."""
+    """Each state with the target of its jump, the target of that state's jump, and so on, the farthest first; its parent comes last."""
     steps = [_state.alias(f"back_{number}") for number in range(5)]
     before: Any = _state
     joined: Any = _state

@@ -1,6 +1,6 @@
-"""Settings and metrics of many branches, an axis each: what parallel coordinates and scatter plots are drawn from.
+"""Settings and metrics of many branches, one axis for each: the data of parallel coordinates and scatter plots.
 
-All of it is read from the heads of branches, the settings of their runs and the summaries of their metrics: states are not looked at.
+All of it is read from the heads of branches, the settings of their runs and the summaries of their metrics, without looking at states.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ if TYPE_CHECKING:
 __all__ = ["MOST", "Axis", "AxisKind", "ParallelBranch", "Parallels", "Taken", "parallels"]
 
 MOST = 1000
-"""How many branches are drawn at most."""
+"""The most branches that are drawn."""
 
 
 class AxisKind(StrEnum):
-    """Where an axis has its values from: the configuration, or a metric."""
+    """Where the values of an axis come from: the configuration, or a metric."""
 
     SETTING = "setting"
     METRIC = "metric"
 
 
 class Taken(StrEnum):
-    """Which value of a branch's metric stands for it: the best one, or the newest."""
+    """Which value of a branch's metric represents it: the best one, or the newest."""
 
     BEST = "best"
     LAST = "last"
@@ -75,7 +75,7 @@ class Axis:
 
 @dataclass(frozen=True, slots=True)
 class Parallels:
-    """Branches by settings and metrics. ``matching`` of ``total`` branches were asked for; ``branches`` are the first of them, by name.
+    """Branches by settings and metrics. ``matching`` out of ``total`` branches match; ``branches`` are the first of them, by name.
 
     Settings come first, those that vary before those that do not; then metrics, the most relevant first.
     """
@@ -89,13 +89,13 @@ class Parallels:
 def parallels(
     session: Session, query: str = "", *, name: str = "", taken: Taken = Taken.BEST, limit: int = MOST, now: datetime | None = None
 ) -> Parallels:
-    """The branches that were asked for, with an axis for each setting and metric.
+    """The branches that match the request, with an axis for each setting and metric.
 
     :param query: a condition, as for states; it must hold of a branch's newest state.
-    :param name: a part of the names that are wanted.
-    :param taken: which value of a metric stands for a branch.
-    :param limit: at most so many branches.
-    :raises SyntaxProblem: the query does not parse; points at the column.
+    :param name: a part of the names of the branches.
+    :param taken: which value of a metric represents a branch.
+    :param limit: the most branches to return.
+    :raises SyntaxProblem: the query does not parse; the error points at the column.
     :raises InvalidInput: it orders or limits, or ``limit`` is out of bounds.
     """
     if not 1 <= limit <= MOST:

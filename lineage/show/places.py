@@ -1,4 +1,4 @@
-"""The order in which branches are listed, and cursors: a place in it, sealed with the question to which it belongs."""
+"""The order in which branches are listed, and cursors: a place in that order, sealed with the request to which it belongs."""
 
 from __future__ import annotations
 
@@ -44,15 +44,15 @@ class Sort(StrEnum):
 
 SORTS = tuple(sort.value for sort in Sort)
 _FALLING = {Sort.CHANGED, Sort.BEGAN, Sort.STEP, Sort.STATES, Sort.RESTORABLE, Sort.DURABLE, Sort.BYTES, Sort.TOOK}
-"""What is sorted by so that the most comes first, unless it is asked for the other way."""
+"""The sorts that put the largest first, unless they are reversed."""
 COUNTED = {Sort.RESTORABLE, Sort.DURABLE, Sort.BYTES}
-"""For which ``rows.count_states`` comes first."""
+"""The sorts for which ``rows.count_states`` must run first."""
 _ATTRIBUTES = {Sort.CHANGED: "changed_us", Sort.BEGAN: "began_us", Sort.TOOK: "took_us"}
-"""Of a ``Row``, where it is not called as the sort is."""
+"""The attribute of a ``Row`` for a sort, where the names differ."""
 
 
 def sort_of(text: str) -> tuple[Sort, bool]:
-    """What is sorted by, and whether it is asked for the other way."""
+    """The sort in a text, and whether it is reversed."""
     try:
         return Sort(text.removeprefix("-")), text.startswith("-")
     except ValueError:
@@ -61,19 +61,19 @@ def sort_of(text: str) -> tuple[Sort, bool]:
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What comes first: the best, newest, longest; or the other way when it is ``turned``."""
+    """What comes first: the best, newest, longest; or the opposite if it is ``turned``."""
 
     sort: Sort
     sign: int
 
     @classmethod
     def of(cls, sort: Sort, direction: Direction, *, turned: bool) -> Self:
-        """``direction`` says which values are better."""
+        """The order for a sort. ``direction`` says which values are better."""
         is_falling = sort in _FALLING or (sort in (Sort.BEST, Sort.LAST) and direction is Direction.MAX)
         return cls(sort, -1 if is_falling != turned else 1)
 
     def place(self, row: Row) -> Place:
-        """The place of a branch: its group, then what it has before what it lacks, then its value, then its name."""
+        """The place of a branch: by group, then whether it has the value at all, then by value, then by name."""
         name, group = tuple(map(ord, row.name)), place_of_group(row.group)
         if self.sort is Sort.NAME:
             return group, 0, 0.0, name if self.sign > 0 else (*(-each for each in name), 1)
@@ -83,7 +83,7 @@ class Order:
 
 
 def place_of_group(value: Value) -> tuple[int, float, str]:
-    """Numbers before texts, and last those that have no value."""
+    """The place of a group's value: numbers before texts, and a missing value last."""
     match value:
         case None:
             return 2, 0.0, ""
@@ -94,23 +94,23 @@ def place_of_group(value: Value) -> tuple[int, float, str]:
 
 @dataclass(frozen=True, slots=True)
 class Cursors:
-    """Cursors of one question: those of another are refused."""
+    """Cursors of one request; those of another are refused."""
 
     seal: bytes
 
     @classmethod
     def of(cls, *asked: object) -> Self:
-        """What the question asks for, but for the page."""
+        """The cursors for a request with these parameters, except the page."""
         return cls(hashlib.blake2b(msgspec.msgpack.encode(asked), digest_size=_SEAL_BYTES, person=b"ds.branches").digest())
 
     def write(self, place: Place) -> str:
-        """A cursor to what comes after a place."""
+        """A cursor for what comes after a place."""
         return base64.urlsafe_b64encode(self.seal + msgspec.msgpack.encode(place)).decode().rstrip("=")
 
     def read(self, token: str) -> Place:
         """The place that a cursor names.
 
-        :raises InvalidInput: it is none, or of another question.
+        :raises InvalidInput: it is not a cursor, or one of another request.
         """
         try:
             raw = base64.b64decode(token + "=" * (-len(token) % 4), altchars=b"-_", validate=True)

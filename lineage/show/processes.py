@@ -1,4 +1,4 @@
-"""The processes that track just now, as far as one can tell, and what their trainings captured last."""
+"""The processes that are tracking now, as far as can be known, and what their trainings captured last."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ _BATCH = 500
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """A process that did not finish: its run, whether it lives, and its trainings that go on.
+    """A process that did not finish: its run, whether it is alive, and its trainings that go on.
 
-    ``branches``, by the uid of a training, are those whose newest state it captured.
+    ``branches`` are, by the uid of a training, those whose newest state it captured.
     """
 
     run: Run
@@ -39,7 +39,7 @@ class Process:
 
 
 def processes(session: Session, living: Living, *, metric: str | None = None) -> tuple[list[Process], str | None]:
-    """Every process that runs or of which nobody here can tell, the last begun first; and the metric of what their branches tell."""
+    """Every process that is alive or may be, the last begun first; and the metric whose values are given for their branches."""
     lives = [(run, life) for run in reversed(runs.unfinished(session)) if (life := living(run)) is not Life.ENDED]
     trainings = _trainings(session, [run.uid for run, _ in lives])
     names = {each.branch for found in trainings.values() for each in found if each.branch is not None}
@@ -54,7 +54,7 @@ def processes(session: Session, living: Living, *, metric: str | None = None) ->
 
 
 def _trainings(session: Session, uids: Sequence[str]) -> dict[str, list[Run]]:
-    """The trainings of processes that go on, by the uid of the process, the first begun first."""
+    """The trainings that go on in some processes, by the uid of the process, the first begun first."""
     found: defaultdict[str, list[Run]] = defaultdict(list)
     for some in batches(uids, _BATCH):
         ids = list(session.execute(_TRAININGS, {"uids": some}).scalars())

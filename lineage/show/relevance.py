@@ -1,4 +1,4 @@
-"""Which metrics people look at first: those that were asked for, the loss, what was validated, then the rest by prefix. Pure functions."""
+"""Which metrics people look at first: those that were asked for, the loss, validation metrics, then the rest by prefix. Pure functions."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ __all__ = ["by_relevance", "relevant_keys"]
 
 _WORD = re.compile(r"[^\W_]+")
 _CHECKED = {"val": 0, "valid": 0, "validation": 0, "eval": 0, "dev": 0, "test": 1}
-"""The first words of what is measured on data that is not trained on."""
+"""The first words of metrics that are measured on data that is not trained on."""
 
 
 def by_relevance(keys: Iterable[str], first: Sequence[str] = ()) -> list[str]:
-    """Keys in the order in which they are shown; ``first`` are those that a question was about, in its order."""
+    """Keys in the order in which they are shown; ``first`` are those that a request named, in its order."""
     asked = {key: place for place, key in reversed(list(enumerate(first)))}
     return sorted(set(keys), key=lambda key: (asked.get(key, len(first)), *_rank(key)))
 
 
 def relevant_keys(values: Iterable[Mapping[str, object]], most: int, first: Sequence[str] = ()) -> list[str]:
-    """The ``most`` keys that a table has columns for, by relevance: of keys that matter as much, those that most values have.
+    """The ``most`` keys that get columns in a table, by relevance; among equally relevant keys, those that most values have.
 
-    Those of ``first`` all have one.
+    All keys of ``first`` get one.
     """
     counts = Counter(key for each in values for key in each)
     rest = sorted(counts.keys() - set(first), key=lambda key: (_rank(key)[0], -counts[key], _rank(key)))
@@ -30,7 +30,7 @@ def relevant_keys(values: Iterable[Mapping[str, object]], most: int, first: Sequ
 
 
 def _rank(key: str) -> tuple[int, int, str, int, str]:
-    """``loss``; ``val_loss`` and all else of ``val``; other losses; the rest, each group by its prefix."""
+    """The rank of a key: ``loss``; ``val_loss`` and the rest of ``val``; other losses; then the rest, each group by its prefix."""
     words = [word.lower() for word in _WORD.findall(key)] or [""]
     is_loss = int(words[-1] != "loss")
     group = 0 if words == ["loss"] else 1 if words[0] in _CHECKED and len(words) > 1 else 2 if words[-1] == "loss" else 3

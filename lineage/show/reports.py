@@ -1,4 +1,4 @@
-"""Reports on outliers, as they were kept: what they read, and the samples that they rank highest, with pictures."""
+"""Stored reports on outliers: what they contain, and the samples that they rank highest, with pictures."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["Report", "ReportDetail", "ReportSample", "picture", "report", "repor
 class Report:
     """One report on outliers: over ``count`` samples, of which ``suspects`` were selected at ``noise_rate``.
 
-    ``kept`` of them, the highest ranked, are here. ``cost`` says what training and scoring took.
+    The ``kept`` highest ranked of them are stored here. ``cost`` says what training and scoring took.
     """
 
     id: int
@@ -59,7 +59,7 @@ class ReportSample:
 
 @dataclass(frozen=True, slots=True)
 class ReportDetail:
-    """A report with some of its samples by rank; ``next`` is the rank to go on ``after``, None after the last."""
+    """A report with some of its samples by rank; ``next`` is the rank to continue ``after``, None after the last."""
 
     report: Report
     samples: tuple[ReportSample, ...]
@@ -72,9 +72,9 @@ def reports(session: Session, *, limit: int | None = None) -> tuple[Report, ...]
 
 
 def report(session: Session, id_: int, *, after: int = 0, limit: int = 100) -> ReportDetail:
-    """One report, with its samples of the ranks behind ``after``.
+    """One report, with its samples of the ranks after ``after``.
 
-    :raises NotFound: there is none of this id.
+    :raises NotFound: there is no report of this id.
     """
     row = session.execute(_REPORTS.where(_report.c.id == id_)).first()
     if row is None:
@@ -85,7 +85,7 @@ def report(session: Session, id_: int, *, after: int = 0, limit: int = 100) -> R
 
 
 def picture(session: Session, id_: int, index: int) -> bytes | None:
-    """The picture of a sample, as it was kept; None where none was.
+    """The stored picture of a sample; None if it has none.
 
     :raises NotFound: the report has no such sample.
     """

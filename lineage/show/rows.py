@@ -1,4 +1,4 @@
-"""Every branch of a lineage, as far as a few queries say that cost as much as there are branches."""
+"""Every branch of a lineage, with what a few queries say of it; they cost as much as there are branches."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _SAFE = [Status.DURABLE.value, Status.REPLICATED.value, Status.EXTERNAL.value]
 
 @dataclass(slots=True)
 class Row:
-    """One branch. ``count_states`` fills in the last three numbers, whoever groups branches ``group``."""
+    """One branch. ``count_states`` sets the last three numbers; the code that groups branches sets ``group``."""
 
     name: str
     head_id: int
@@ -62,17 +62,17 @@ class Row:
 
     @property
     def last(self) -> float | None:
-        """The newest value of the metric; None: it has none, or it is NaN."""
+        """The newest value of the metric; None if it has none, or it is NaN."""
         return None if self.tally is None else self.tally.last
 
     @property
     def took_us(self) -> int:
-        """From its first state of its own to its newest."""
+        """The time from its first own state to its newest."""
         return 0 if self.began_us is None else max(0, self.changed_us - self.began_us)
 
 
 def rows_of(session: Session, metric: str | None, direction: Direction) -> list[Row]:
-    """Every branch, with what is summarised of a metric."""
+    """Every branch, with the summary of a metric."""
     rows = [Row(*row) for row in session.execute(_ALL)]
     if metric is None:
         return rows
@@ -86,7 +86,7 @@ def rows_of(session: Session, metric: str | None, direction: Direction) -> list[
 
 
 def count_states(session: Session, rows: Sequence[Row]) -> None:
-    """How many states of each status, and bytes, these branches have to themselves; many at once are read along the index."""
+    """Count the states of each status, and the bytes, that these branches have to themselves; many are read along the index at once."""
     ids = [row.segment_id for row in rows if row.segment_id is not None]
     found: dict[int, list[int]] = {}
     counts = [session.execute(_COUNTS_OF, {"ids": some}) for some in batches(ids, _BATCH)]

@@ -1,8 +1,8 @@
-"""The forks of a history: what is left when states that only follow one another are one node.
+"""The forks of a history: what is left when states that only follow one another are merged into one node.
 
-A node is a state that says how the history goes (a root, a fork, a merge, what a ref names, whatever else is to be kept), or a
-stretch of states between two of these. A stretch is known by its oldest state: so it stays the same one while it grows. Nodes have
-row ids, falling ids are an order for them as for states, and so they are drawn as states are (``drawing.draw_nodes``).
+A node is a state that shapes the history (a root, a fork, a merge, a state that a ref names, any other that is to be kept), or a stretch of
+states between two of these. A stretch is identified by its oldest state, so it stays the same stretch while it grows. Nodes have row ids,
+and falling ids order them as they order states, so they are drawn as states are (``drawing.draw_nodes``).
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _OFTEN = 256  # runs of states between two calls of ``pause``
 
 @dataclass(frozen=True, slots=True)
 class Skeleton:
-    """The nodes of a history. ``first`` and ``further`` are their parents, nodes too, as ``Topology`` has those of states.
+    """The nodes of a history. ``first`` and ``further`` are their parents, which are nodes too, as ``Topology`` has those of states.
 
-    ``counts`` are the states of each stretch and ``newest`` the row id of its newest; other nodes are single states. ``node_of`` has
-    the node of a state by its row id, or one that became part of it: ``node`` finds it.
+    ``counts`` are the numbers of states in stretches, and ``newest`` the row id of the newest state of each; other nodes are single states.
+    ``node_of`` has the node of a state by its row id, or a node that has since become part of another; ``node`` resolves it.
     """
 
     topology: Topology
@@ -43,11 +43,11 @@ class Skeleton:
         return (first, *further) if first > 0 else further
 
     def order(self) -> array[int]:
-        """The nodes, rising."""
+        """The nodes, by rising row id."""
         return array("q", sorted(self.first))
 
     def node(self, id_: int) -> int:
-        """The node that a state of this history belongs to; 0 if it is none of them."""
+        """The node to which a state of this history belongs; 0 if it belongs to none."""
         node = self.node_of[id_] if id_ < len(self.node_of) else 0
         while node and node not in self.first:
             node = self.node_of[node]
@@ -57,15 +57,15 @@ class Skeleton:
 def skeleton(
     topology: Topology, order: array[int], keep: Collection[int], *, old: Skeleton | None = None, pause: Callable[[], None] = lambda: None
 ) -> Skeleton:
-    """Of the states in ``order``, which rises; ``keep`` are nodes of their own. ``old`` is one of the same history when it was shorter:
-    what it has is used, if nothing but captures came since. ``pause`` is called every few thousand states."""
+    """The skeleton of the states in ``order``, which rises; ``keep`` become nodes of their own. ``old`` is that of the same history when it
+    was shorter: it is reused if only captures came since. ``pause`` is called every few thousand states."""
     wanted = frozenset(keep)
     grown = None if old is None else _grow(topology, order, wanted, old)
     return _make(topology, order, wanted, pause) if grown is None else grown
 
 
 def _make(topology: Topology, order: array[int], keep: frozenset[int], pause: Callable[[], None]) -> Skeleton:
-    """Run by run of states that only follow one another: most runs are one node, however long they are."""
+    """Build it run by run of states that only follow one another: most runs are one node, however long they are."""
     first = topology.first
     last = order[-1] if order else 0
     begins = starts(first, order)
@@ -90,7 +90,7 @@ def _make(topology: Topology, order: array[int], keep: frozenset[int], pause: Ca
 
 
 def _own(topology: Topology, order: array[int], begins: Sequence[int], ends: Sequence[int], keep: Collection[int]) -> set[int]:
-    """The states that are no part of a stretch: roots, tips, forks, what merges and is merged, what is kept."""
+    """The states that are not part of a stretch: roots, tips, forks, merges and their parents, and states to keep."""
     forks = Counter(topology.first[order[begin]] for begin in begins)
     tips = {order[end - 1] for end in ends}
     own = {id_ for id_ in tips if forks[id_] != 1} | {id_ for id_ in forks if id_ > 0 and id_ not in tips}
@@ -105,7 +105,8 @@ def _stretch(
     order: array[int], begin: int, end: int, below: int, firsts: dict[int, int], counts: dict[int, int], newest: dict[int, int],
     node_of: array[int],
 ) -> int:  # fmt: skip
-    """The states from ``begin`` to before ``end`` go on from a node: a stretch of their own, or more of that one. The node they are in."""
+    """Add the states from ``begin`` to before ``end``, which follow a node, to it or to a new stretch; returns the node that they are
+    in."""
     if begin == end:
         return below
     id_, last = order[begin], order[end - 1]
@@ -123,7 +124,7 @@ def _stretch(
 
 
 def _grow(topology: Topology, order: array[int], keep: frozenset[int], old: Skeleton) -> Skeleton | None:
-    """``old`` with what was captured since; None if a stretch of its would have to be parted, or names went away."""
+    """``old`` extended by what was captured since; None if one of its stretches would have to be split, or names disappeared."""
     added = _above(order, old.last)
     parents = {parent for id_ in added for parent in topology.parents(id_)}
     if len(order) - len(added) != _total(old) or any(old.node(id_) in old.counts for id_ in (keep - old.kept) | parents if id_ <= old.last):
@@ -152,12 +153,12 @@ def _grow(topology: Topology, order: array[int], keep: frozenset[int], old: Skel
 
 
 def _total(old: Skeleton) -> int:
-    """How many states its nodes are."""
+    """The number of states in all its nodes."""
     return len(old.first) - len(old.counts) + sum(old.counts.values())
 
 
 def _join(id_: int, firsts: dict[int, int], counts: dict[int, int], newest: dict[int, int], node_of: array[int]) -> None:
-    """A tip that is one no longer becomes part of the stretch below it, or begins one."""
+    """Join a state that is no longer a tip to the stretch below it, or begin one with it."""
     below = firsts[id_]
     if below in counts:
         del firsts[id_]
@@ -169,7 +170,7 @@ def _join(id_: int, firsts: dict[int, int], counts: dict[int, int], newest: dict
 
 
 def opened(made: Skeleton, shown: Iterable[int], alone: Iterable[int] = ()) -> Skeleton:
-    """With all states of the stretches to which ``shown`` belong, and with those of ``alone``, as nodes of their own."""
+    """The skeleton with all states of the stretches of ``shown``, and the states in ``alone``, as nodes of their own."""
     firsts, counts, newest = dict(made.first), dict(made.counts), dict(made.newest)
     node_of = array("q", made.node_of)
     above = {parent: node for node, parent in made.first.items() if parent in made.counts}
@@ -196,7 +197,7 @@ def _part(
     topology: Topology, node: int, alone: set[int], firsts: dict[int, int], counts: dict[int, int], newest: dict[int, int],
     node_of: array[int], above: dict[int, int],
 ) -> None:  # fmt: skip
-    """A stretch again, with some of its states as nodes of their own."""
+    """Split a stretch, so that some of its states are nodes of their own."""
     chain, id_ = [], newest[node]
     while id_ != node:
         chain.append(id_)
@@ -219,9 +220,9 @@ def _part(
 
 
 def owners(made: Skeleton, ranks: Mapping[int, int]) -> dict[int, int]:
-    """The rank of the branch that each node belongs to: of those on whose path it is by first parents, the one of lowest rank.
+    """The rank of the branch that each node belongs to: the lowest among the branches on whose first-parent path it is.
 
-    ``ranks`` are those of branches by the state that they name, the lowest of each; nodes on no branch are left out.
+    ``ranks`` has the lowest rank of the branches at each state; nodes on no branch are left out.
     """
     found: dict[int, int] = {}
     for id_ in sorted(made.first, reverse=True):
@@ -251,5 +252,5 @@ def _merges(topology: Topology, ids: array[int]) -> list[int]:
 
 
 def _further(topology: Topology, firsts: Mapping[int, int]) -> dict[int, tuple[int, ...]]:
-    """Whatever merges, and is merged, is a node."""
+    """The further parents of nodes; every state that merges or is merged is a node."""
     return {id_: parents for id_, parents in topology.further.items() if id_ in firsts}

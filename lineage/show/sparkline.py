@@ -1,4 +1,4 @@
-"""Curves for a glance: a few points of what a branch has to itself, its extremes among them."""
+"""Small curves: a few points of what a branch has to itself, its extremes among them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _STEPS = select(_state.c.id, _state.c.step).where(_state.c.id.in_(bindparam("ids
 def lines_of(
     session: Session, branches: Sequence[tuple[int, int | None, int]], metric: str | None, points: int
 ) -> dict[tuple[int, int | None], Line]:
-    """The line of each branch, by its head's row id and its segment: ``branches`` are these and how many states it has to itself."""
+    """The line of each branch, by its head's row id and its segment; ``branches`` has these two and the number of its own states."""
     found: dict[tuple[int, int | None], list[tuple[int, float]]] = {}
     for head, segment, states in branches:
         own = own_points(session, head, segment, metric, states) if metric is not None and segment is not None and states else []
@@ -44,7 +44,7 @@ def lines_of(
 
 
 def thinned(points: Sequence[tuple[int, float]], most: int) -> list[tuple[int, float]]:
-    """At most ``most`` (at least 4) of some points: the ends, and of each stretch of equally many points the least and the greatest."""
+    """At most ``most`` (at least 4) of some points: the ends, and the least and the greatest of each of equally large stretches."""
     if len(points) <= most:
         return list(points)
     stretches = (most - 2) // 2

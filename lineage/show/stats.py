@@ -29,7 +29,7 @@ _NEWEST = select(_state.c.id).order_by(_state.c.id.desc()).limit(1)
 
 @dataclass(frozen=True, slots=True)
 class KeyStats:
-    """One metric: how many states have it, and between which values; None where all are NaN."""
+    """One metric: how many states have it, and its least and greatest value; None where all are NaN."""
 
     key: str
     count: int
@@ -41,7 +41,7 @@ class KeyStats:
 class Counts:
     """What a lineage holds. ``statuses`` counts the states of each; keys are those that a query or a column may name.
 
-    ``config`` are the keys of the configurations of runs; ``tiers`` say where the bytes are.
+    ``config`` has the keys of the configurations of runs; ``tiers`` say where the bytes are.
     """
 
     states: int
@@ -79,7 +79,7 @@ def newest(session: Session) -> State | None:
 
 
 def _keys(belongs: Table) -> CTE:
-    """The distinct keys, each by a look-up beyond the one before: what others call a loose index scan. The last row is NULL."""
+    """The distinct keys, each by a look-up beyond the one before (a loose index scan). The last row is NULL."""
     key = belongs.c.key
     walk = select(func.min(key).label("key")).cte("keys", recursive=True)
     following = select(func.min(key)).where(key > walk.c.key).scalar_subquery()
@@ -87,7 +87,8 @@ def _keys(belongs: Table) -> CTE:
 
 
 def _ranges() -> Select[Any]:
-    """Along the index of keys and values: least and most are a look-up each there, the count reads the key's part of it."""
+    """The range and count of each key, along the index of keys and values: least and most cost a look-up each, the count reads the key's
+    part."""
     keys = _keys(_metric)
 
     def of(number: ColumnElement[Any]) -> ColumnElement[Any]:

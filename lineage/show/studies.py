@@ -1,7 +1,7 @@
-"""Studies for people: the tree of their variants, what each cost and came to, and which failed and why.
+"""Studies: the tree of their variants, the cost and result of each, and which failed and why.
 
-What a study trained is in refs and in attributes of states; what it planned, took and failed of in its rows (``change/studies``). A
-study of a version that wrote no rows has the variants whose branches are there.
+What a study trained is in refs and in attributes of states. Its rows (``change/studies``) have its plan, the time it took and its failures.
+For a study of a version that wrote no rows, the variants are those that have branches.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _BATCH = 500
 
 
 class Stage(StrEnum):
-    """How far a variant has come. ``begun``: nobody trains it now, the study's next run goes on with it."""
+    """How far a variant has come. ``begun``: nobody is training it now; the study's next run continues with it."""
 
     DONE = "done"
     RUNNING = "running"
@@ -51,10 +51,10 @@ class Stage(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Study:
-    """One study. ``start`` is the state from which its first variants fork, None where its tag was taken away.
+    """One study. ``start`` is the state from which its first variants fork, None if its tag was deleted.
 
-    ``took_s`` are the seconds that workers trained, as far as they told; ``bytes`` those that its states added. ``planned_at`` is None
-    where only branches tell of it.
+    ``took_s`` is the number of seconds that workers reported to have trained; ``bytes`` those that its states added. ``planned_at`` is None
+    if the study is only known by its branches.
     """
 
     name: str
@@ -70,7 +70,7 @@ class Study:
 
 @dataclass(frozen=True, slots=True)
 class Studies:
-    """Some of the studies, the last changed first, of ``total``."""
+    """Some of the studies, the last changed first, out of ``total``."""
 
     items: tuple[Study, ...]
     total: int
@@ -78,14 +78,14 @@ class Studies:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StudyVariant:
-    """One variant. ``state`` is its result, or the newest one that it reported; ``value`` is that one's.
+    """One variant. ``state`` is its result, or the newest state that it recorded; ``value`` is the metric of that state.
 
     ``rank`` 1 is the best of those that are done.
 
-    ``depth`` counts its ancestors in the plan. ``epoch`` of ``epochs`` are over; ``samples`` of ``samples_all`` were trained on, None where
-    the plan does not say. ``config`` is what it changes, ``set`` what that changed in restored optimizers. ``took_s`` are the seconds of
-    all ``attempts`` that ended, and ``states`` and ``bytes`` what its branch has to itself. ``alike`` are variants that ended with the same
-    bytes. ``error`` is why its last attempt failed, or the name of the ancestor for whose sake it was skipped.
+    ``depth`` counts its ancestors in the plan. ``epoch`` of ``epochs`` are over; ``samples`` of ``samples_all`` were trained on, None if
+    the plan does not say. ``config`` is what it changes; ``set`` is what that changed in restored optimizers. ``took_s`` is the number of
+    seconds over all ``attempts`` that ended; ``states`` and ``bytes`` are what its branch has to itself. ``alike`` are variants that ended
+    with the same bytes. ``error`` says why its last attempt failed, or names the ancestor because of which it was skipped.
     """
 
     name: str
@@ -117,9 +117,9 @@ class StudyVariant:
 
 @dataclass(frozen=True, slots=True)
 class StudyDetail:
-    """A study and its variants: parents before children, siblings in the order of the plan. ``total`` variants there are.
+    """A study and its variants: parents before children, siblings in the order of the plan. There are ``total`` variants.
 
-    ``metric`` is the one of ``metrics`` that variants are ranked by, and gets better in ``direction``.
+    ``metric`` is the one of ``metrics`` by which variants are ranked; it gets better in ``direction``.
     """
 
     study: Study
@@ -148,11 +148,11 @@ def study(
 ) -> StudyDetail:
     """One study and its variants.
 
-    :param name: the study's.
-    :param metric: what variants are ranked by; None: the most relevant one that they have.
-    :param direction: which of its values are better; None: by its name.
-    :param limit: at most so many variants; None: all.
-    :param living: tells whether the process of a run lives that did not finish.
+    :param name: the study's name.
+    :param metric: the metric by which variants are ranked; None: the most relevant one that they have.
+    :param direction: which of its values are better; None: judged by its name.
+    :param limit: the most variants to return; None: all.
+    :param living: tells whether the process of a run that did not finish is alive.
     :raises NotFound: there is no such study.
     """
     rows = _read(session, name)
@@ -175,7 +175,7 @@ def study(
 
 @dataclass(slots=True)
 class _Row:
-    """One variant, as it is put together."""
+    """One variant, while it is assembled."""
 
     name: str
     branch: str
@@ -208,7 +208,7 @@ def _names(session: Session) -> list[str]:
 
 
 def _read(session: Session, study: str) -> dict[str, _Row]:
-    """The variants by name: of the plan, and those that only have a branch."""
+    """The variants by name: those of the plan, and those that only have a branch."""
     rows: dict[str, _Row] = {}
     for said in session.execute(_PLANNED, {"of": study}):
         config: Mapping[str, Value] = msgspec.json.decode(said.config)
@@ -224,7 +224,7 @@ def _read(session: Session, study: str) -> dict[str, _Row]:
         rows[name] = row
     _read_attributes(session, rows)
     strangers = [name for name, row in rows.items() if row.epochs is None and row.attributes.get("study") != study]
-    for name in strangers:  # a branch that only has such a name
+    for name in strangers:  # a branch that happens to have such a name
         del rows[name]
     for row in rows.values():
         if (row.attributes.get("study"), row.attributes.get("variant")) != (study, row.name):
@@ -233,9 +233,9 @@ def _read(session: Session, study: str) -> dict[str, _Row]:
 
 
 def _heads(session: Session, prefix: str, kind: RefKind) -> list[Any]:
-    """The refs whose names begin so, with the states that they name."""
+    """The refs whose names begin with a prefix, with the states that they name."""
     found = session.execute(_HEADS.where(_ref.c.kind == kind.value, _ref.c.name.startswith(prefix, autoescape=True)))
-    return [row for row in found if row.name.startswith(prefix)]  # to LIKE of SQLite small letters are as large ones
+    return [row for row in found if row.name.startswith(prefix)]  # SQLite's LIKE ignores case
 
 
 def _read_attributes(session: Session, rows: Mapping[str, _Row]) -> None:
@@ -248,7 +248,7 @@ def _read_attributes(session: Session, rows: Mapping[str, _Row]) -> None:
 
 
 def _learn(session: Session, rows: Mapping[str, _Row], living: Living | None) -> None:
-    """What else is told of each: metrics, what its branch holds, whether somebody trains it, and where it forked."""
+    """Add to each variant its metrics, what its branch holds, whether it is being trained, and where it forked."""
     metrics: defaultdict[int, dict[str, float]] = defaultdict(dict)
     for ids in batches(_head_ids(rows), _BATCH):
         for state_id, key, value in session.execute(_METRICS, {"ids": ids}):
@@ -289,7 +289,7 @@ def _tree(rows: Mapping[str, _Row]) -> Iterable[tuple[_Row, int]]:
         seen.add(row.name)
         yield row, depth
         waiting += [(child, depth + 1) for child in reversed(children[row.name])]
-    yield from ((row, 0) for row in rows.values() if row.name not in seen)  # of a circle, which no plan has
+    yield from ((row, 0) for row in rows.values() if row.name not in seen)  # members of a circle, which no plan has
 
 
 def _ranks(rows: Iterable[_Row], metric: str | None, direction: Direction) -> dict[str, int]:
@@ -318,7 +318,7 @@ def _value(row: _Row, metric: str | None) -> float | None:
 
 
 def _stage(rows: Mapping[str, _Row], row: _Row) -> tuple[Stage, str | None]:
-    """How far it has come, and why no further."""
+    """How far a variant has come, and why no further."""
     if row.is_done:
         return Stage.DONE, None
     if row.is_running:
@@ -379,7 +379,7 @@ def _whole(value: Value) -> int | None:
 
 
 def _summaries(session: Session, names: Sequence[str]) -> list[Study]:
-    """Studies in short: some queries for all of them."""
+    """Summaries of studies, in a few queries for all of them."""
     refs = {row.name: row for row in session.execute(_REFS)}
     planned: defaultdict[str, dict[str, Any]] = defaultdict(dict)
     for row in session.execute(_PLANS):

@@ -1,4 +1,4 @@
-"""A lineage at a glance: how much there is, which branches were at work, and what came last."""
+"""A summary of a lineage: how much there is, which branches were active, and what came last."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Summary:
 
 
 def summary(session: Session, *, heads: int, newest: int) -> Summary:
-    """A handful of queries, however much there is: the ``heads`` branches that moved last, and the ``newest`` states."""
+    """The ``heads`` branches that moved last, and the ``newest`` states; a handful of queries, however much there is."""
     count = session.execute(select(func.count()).select_from(_state)).scalar_one()
     kinds = {row.kind: int(row.number) for row in session.execute(_KINDS)}
     ids = list(session.execute(select(_state.c.id).order_by(_state.c.id.desc()).limit(newest)).scalars())
@@ -52,7 +52,7 @@ def summary(session: Session, *, heads: int, newest: int) -> Summary:
 
 
 def _refs(session: Session, where: ColumnElement[bool], limit: int | None) -> list[Ref]:
-    """The refs that name the newest states first."""
+    """Refs, those that name the newest states first."""
     columns: tuple[ColumnElement[Any], ...] = (_ref.c.name, _ref.c.kind, _state.c.uid, _ref.c.version, _ref.c.message)
     query = select(*columns).join(_state, _state.c.id == _ref.c.state_id).where(where)
     rows = session.execute(query.order_by(_ref.c.state_id.desc(), _ref.c.name).limit(limit))

@@ -1,4 +1,4 @@
-"""Words for people, wherever they read them: uids, sizes, times, and what others wrote made harmless. Pure functions."""
+"""Words for people, wherever they read them: uids, sizes, times, and text of others made harmless. Pure functions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SHORT = 10
 
 
 class Stepped(Protocol):
-    """What has a step."""
+    """Anything that has a step."""
 
     @property
     def step(self) -> int: ...
@@ -25,12 +25,12 @@ class Stepped(Protocol):
 
 
 def short(uid: str | None) -> str:
-    """The beginning of a uid that people read and type."""
+    """The beginning of a uid, as people read and type it."""
     return "-" if uid is None else uid[:_SHORT]
 
 
 def clean(text: str) -> str:
-    """Text that others wrote, without anything that a terminal would obey or that would turn a line around."""
+    """Text that others wrote, without anything that a terminal would obey or that would reverse the direction of a line."""
     return "".join(letter if letter.isprintable() else "\ufffd" for letter in text)
 
 
@@ -70,7 +70,7 @@ def step_text(state: Stepped) -> str:
 
 
 def metrics_text(metrics: Mapping[str, float], world_size: int = 1) -> str:
-    """``loss=0.31 val_loss=0.4``, by relevance; of a state of several ranks ``loss=0.31 (0.3 to 0.4, mean 0.35)``."""
+    """``loss=0.31 val_loss=0.4``, by relevance; for a state of several ranks ``loss=0.31 (0.3 to 0.4, mean 0.35)``."""
     whole, ranks = by_rank(metrics, world_size)
     spread = {name: f" ({spread_text(values, 6)})" for name, values in ranks.items()}
     return clean(" ".join(f"{key}={whole[key]:.6g}{spread.get(key, '')}" for key in by_relevance(whole)))

@@ -1,4 +1,4 @@
-"""The lineage as a graph for people's own analyses."""
+"""The lineage as a graph, for people's own analyses."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ FIRST_PARENT = "parent"
 def graph(
     session: Session, *, of: Iterable[str] | None = None, ancestors: int | None = None, descendants: int | None = 0
 ) -> nx.DiGraph[str]:
-    """The states ``of`` (uids; None: everything that a ref names), with at most so many ancestors and descendants of each.
+    """The states ``of`` (uids; None: everything that a ref names), with the given numbers of ancestors and descendants of each.
 
-    None for a number means all. Nodes are uids with ``state`` (a ``State``) and ``refs`` (names); edges go from parent to child
-    with ``kind`` and ``weight``, and exist where both ends are in the graph.
+    None instead of a number means all. Nodes are uids with ``state`` (a ``State``) and ``refs`` (names). Edges go from parent to child,
+    with ``kind`` and ``weight``, where both ends are in the graph.
 
     :raises NotFound: one of ``of`` is no state.
     """
