@@ -1,1 +1,1 @@
-"""States between processes: connecting to a peer, serving one's own, and landing what arrives."""
+"""States between processes: connecting to a peer, serving one's own states, and landing what arrives."""

@@ -1,4 +1,4 @@
-"""A state that comes into a repository from another process: into its memory, then into its lineage."""
+"""Landing a state from another process in a repository: first in its memory, then in its lineage."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ def make_room(
 ) -> StateSink:
     """Room for the chunks of a state in the repository's arena. May wait for room, as a capture does, unless ``acquire`` gets it.
 
-    ``party`` is whoever it comes from, as ``land`` will record it. Parents and ``relatives`` that are on disk lend it their chunks, those
-    that were captured here or came from the same party.
+    ``party`` is the sender, as ``land`` will record it. Parents and ``relatives`` that are on disk lend the state their chunks, if they
+    were captured here or came from the same party.
 
-    :raises OverBudget: it can never fit.
+    :raises OverBudget: the state can never fit.
     """
     with core.database.read() as session:
         sound = clones.trusted(session, dict.fromkeys((*checked.manifest.origin.parents, *relatives)), party=party)
@@ -53,7 +53,7 @@ def make_room(
 
 
 def abandon(core: Core, sink: StateSink) -> None:
-    """A clone ended without landing: its memory is free again."""
+    """Free the memory of a clone that ended without landing."""
     with undisturbed():
         sink.abandon()
         if core.running is not None:
@@ -61,7 +61,7 @@ def abandon(core: Core, sink: StateSink) -> None:
 
 
 def missing_ancestry(core: Core, states: Sequence[State]) -> list[State]:
-    """Those of some states that the repository does not have."""
+    """Those of the states that the repository does not have."""
     with core.database.read() as session:
         here = clones.known(session, (state.uid for state in states))
     return [state for state in states if state.uid not in here]
@@ -83,7 +83,7 @@ def land(
     tags: Sequence[Ref],
     came: clones.Provenance,
 ) -> State:
-    """Make a state whose chunks are all here one of the repository's, with what is told of its ancestry and tags.
+    """Make a state whose chunks are all here one of the repository's, with the ancestry and tags that came with it.
 
     An interrupt is raised once the state is in the lineage, in memory and known to the engine.
 
@@ -106,9 +106,9 @@ def land(
 
 
 def _check_on_disk(core: Core, sink: StateSink) -> None:
-    """Memory is read before disk, so both must hold the same. A state that has rotted on disk may come again.
+    """Raise unless the state on disk is the same, because memory is read before disk. A state that was damaged on disk may come again.
 
-    :raises Conflict: it is not.
+    :raises Conflict: it is not the same.
     """
     uid, parts = sink.manifest.origin.uid, sink.parts or (sink.manifest,)
     for rank, first in enumerate(first_chunks(parts)[:-1]):
@@ -124,7 +124,7 @@ def _check_on_disk(core: Core, sink: StateSink) -> None:
 
 
 def make_tags(core: Core, tags: Sequence[Ref]) -> None:
-    """Take over tags; those whose name is taken, or that name nothing here, are left out with a warning. Branches are not taken over."""
+    """Take over tags. Tags whose name is taken, or whose state is not here, are left out with a warning. Branches are not taken over."""
     left: list[str] = []
     for tag in tags:
         if tag.kind is not RefKind.TAG:

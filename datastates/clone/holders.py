@@ -1,4 +1,4 @@
-"""Who serves which part of a state of several ranks, by how far away each part is from whoever could."""
+"""Which source serves which part of a state of several ranks, by how far away each source has the part."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from datastates.transport.protocol import NOT_HERE
 __all__ = ["Holders", "plan"]
 
 _AT_ONCE = 4
-"""So many holders of one part share its chunks by speed; more would only divide the same links further."""
+"""The most holders of one part that share its chunks by speed; more would only divide the same links further."""
 
 
 @dataclass(frozen=True, slots=True)
 class Holders:
-    """The numbers of the sources of one part: those that serve it, and those to be asked when these have failed, the best first."""
+    """The numbers of the sources of one part: those that serve it, and those to ask when these have failed, the best first."""
 
     serving: tuple[int, ...]
     spare: tuple[int, ...] = ()
 
 
 def plan(places: Sequence[bytes], parts: int) -> list[Holders]:
-    """By part, who serves it. ``places``: by source and part, how far away the part is there, 255 where it is not.
+    """For each part, the sources that serve it. ``places``: by source and part, how far away that source has the part; 255 if it does not.
 
-    The nearest serve, at most four, of which part after part begins with the next one: so the load is even.
+    The nearest sources serve, at most four. Each part begins with the next source, so that the load is even.
     """
     return [_holders(part, [each[part] for each in places]) for part in range(parts)]
 

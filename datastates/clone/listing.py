@@ -1,4 +1,4 @@
-"""Lists of states that a peer gives page by page."""
+"""Lists of states that a peer sends page by page."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .records import states_of
 __all__ = ["PAGE", "Page", "all_pages", "enter"]
 
 PAGE = 1000
-"""States."""
+"""States in a page."""
 
 
 class Page(Protocol):
@@ -39,7 +39,7 @@ async def all_pages(page: Page, limit: int | None) -> list[State]:
 
 
 def enter(found: dict[str, State], page: Iterable[State]) -> None:
-    """Add a page of a list that must come to an end: none of its states was there before.
+    """Add a page of a list that must come to an end: none of its states may have been there before.
 
     :raises PeerFault: one was, or there are too many.
     """

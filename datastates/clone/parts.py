@@ -1,4 +1,4 @@
-"""A state of several parts, opened at everybody who has one, and fetched from all of them at once."""
+"""A state of several parts, opened at every process that has one, and fetched from all of them at once."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ __all__ = ["OpenPart", "OpenParts", "fetch_part", "fetch_parts", "open_parts", "
 _logger = logging.getLogger(__name__)
 
 _MANIFESTS_BYTES = 1 << 30
-"""The most that the manifests of all parts may have together."""
+"""The most bytes that the manifests of all parts may have together."""
 
 _AT_ONCE = 8  # parts that are being opened, processes that are being dialled
 _HELD = 32  # states that one session is asked to hold open: the other side allows twice as many
@@ -45,8 +45,9 @@ Progress = Callable[[int, int], None]
 
 @dataclass(slots=True)
 class OpenPart:
-    """One rank's part: its manifest, where its chunks begin in the joined state, the feeds that serve it, and what opens those to be asked
-    when all of these have failed, the best first."""
+    """One rank's part: its manifest, the index of its first chunk in the joined state, the feeds that serve it, and functions that open
+    further holders, the best first, when all of these have failed.
+    """
 
     manifest: Manifest
     feeds: list[Feed]
@@ -55,19 +56,20 @@ class OpenPart:
 
     @property
     def rank(self) -> int:
-        """Whose it is."""
+        """The rank whose part it is."""
         return self.manifest.origin.rank
 
     @property
     def indices(self) -> range:
-        """Its chunks in the joined state."""
+        """The indices of its chunks in the joined state."""
         return range(self.first, self.first + len(self.manifest.content.chunks))
 
 
 @dataclass(frozen=True, slots=True)
 class OpenParts:
-    """All parts of a state, by rank, and what they make together. ``holders`` are held until ``close``; ``repository`` is the uid of their
-    lineage."""
+    """All parts of a state, by rank, and the joined state. ``holders`` are kept open until ``close``; ``repository`` is the uid of their
+    lineage.
+    """
 
     manifest: CheckedManifest
     parts: tuple[OpenPart, ...]
@@ -91,9 +93,9 @@ class Holder:
         self._turn = asyncio.Lock()
 
     async def reach(self, uid: str, size: int) -> Sequence[str]:
-        """Ask how far away the parts are; where the others of its job serve, as far as they may be dialled.
+        """Ask how far away the parts are; returns the urls of the other processes of its job, as far as they may be dialled.
 
-        :raises PeerFault: it tells of another number of parts.
+        :raises PeerFault: it reports another number of parts.
         """
         session = await self._session()
         self.repository = session.identity.repository if session.identity is not None else ""
@@ -107,7 +109,7 @@ class Holder:
         return told
 
     async def open(self, uid: str, rank: int, size: int, *, limit: int = BODY_BYTES) -> tuple[Manifest, Feed]:
-        """A part, pinned there."""
+        """Open a part, which is pinned there."""
         session = await self._session(opening=1)
         opened, feed = await session.open(uid, part=rank, limit=limit)
         source = f"the manifest of rank {rank} of {uid[:10]} from {self.url}"
@@ -127,7 +129,7 @@ class Holder:
 
 
 async def open_parts(state: State, urls: Sequence[str], connect: Connect) -> OpenParts:
-    """Open a state at those who serve it at ``urls``, and at the other processes of their jobs, which they name.
+    """Open a state at the processes that serve it at ``urls``, and at the other processes of their jobs, which they name.
 
     :raises Unavailable: nobody has a part; says whose.
     :raises Corrupt: the parts are not those of this state.
@@ -144,9 +146,9 @@ async def open_parts(state: State, urls: Sequence[str], connect: Connect) -> Ope
 
 
 async def fetch_parts(sink: Sink, parts: Sequence[OpenPart], *, timeout_s: float, on_progress: Progress | None = None) -> Fetched:
-    """Bring every chunk that is missing in ``sink``, which receives the joined state, from all parts at once; as ``fetch``.
+    """Bring every chunk that is missing in ``sink``, which receives the joined state, from all parts at once; like ``fetch``.
 
-    :raises DatastatesError: a part cannot be had any more; says whose.
+    :raises DatastatesError: a part is no longer available; says whose.
     """
     missing = set(sink.missing())
     views = [_View(sink, part.indices) for part in parts if not missing.isdisjoint(part.indices)]
@@ -172,7 +174,7 @@ async def fetch_parts(sink: Sink, parts: Sequence[OpenPart], *, timeout_s: float
 
 
 async def _open(state: State, holders: list[Holder], connect: Connect) -> OpenParts:
-    """``open_parts``; those who are named are among the ``holders`` then, however it ends."""
+    """As ``open_parts``; the processes that are named are then among the ``holders``, however it ends."""
     told, errors = await _reach(holders, state)
     urls = {holder.url for holder in holders}
     others = [Holder(url, connect) for url in dict.fromkeys(told) if url not in urls][: state.world_size]
@@ -214,12 +216,12 @@ def _window(parts: Sequence[OpenPart]) -> int:
 
 
 def _has_ended_well(task: asyncio.Task[Fetched]) -> tuple[bool, bool]:
-    """What failed by itself comes first, then what was cancelled because of that."""
+    """A sort key: tasks that failed by themselves come first, then those that were cancelled because of that."""
     return not task.cancelled() and task.exception() is None, task.cancelled()
 
 
 async def _fetch_part(view: Sink, part: OpenPart, counted: _Counted, *, window: int, timeout_s: float) -> Fetched:
-    """Fetch one part from those who serve it; when these have failed, the rest from the next one that has it."""
+    """Fetch one part from the feeds that serve it; when these have failed, fetch the rest from the next holder that has it."""
     moved, lost, feeds = Counter[str](), dict[str, BaseException](), part.feeds
     while True:
         attempt = counted.attempt()
@@ -229,7 +231,7 @@ async def _fetch_part(view: Sink, part: OpenPart, counted: _Counted, *, window: 
             names = ", ".join(feed.name for feed in feeds)
             moved[names] += attempt.done
             lost[names] = exc
-            if isinstance(exc, Corrupt) and len(feeds) > 1:  # they disagree: nobody here knows who is right
+            if isinstance(exc, Corrupt) and len(feeds) > 1:  # they disagree: nobody here knows which one is right
                 raise _of_part(part, exc) from exc
             feeds = [await _next(part, exc)]
         except DatastatesError as exc:
@@ -239,7 +241,7 @@ async def _fetch_part(view: Sink, part: OpenPart, counted: _Counted, *, window: 
 
 
 async def _next(part: OpenPart, why: DatastatesError) -> Feed:
-    """The next one who has a part, from which everybody so far did not bring all."""
+    """A feed from the next holder of a part of which the earlier ones did not bring everything."""
     while part.spare:
         opened = part.spare.pop(0)
         try:
@@ -253,7 +255,7 @@ async def _next(part: OpenPart, why: DatastatesError) -> Feed:
 
 
 def _of_part(part: OpenPart, error: DatastatesError) -> DatastatesError:
-    """The same error, which says whose part it is about."""
+    """The same error, naming the rank whose part it is about."""
     origin = part.manifest.origin
     return _about(origin.uid, origin.rank, origin.world_size, error)
 
@@ -268,7 +270,7 @@ async def _end(holders: Sequence[Holder]) -> None:
 
 
 async def _reach(holders: Sequence[Holder], state: State) -> tuple[list[str], dict[str, DatastatesError]]:
-    """Ask all of them what they reach: where the others of their jobs serve, and who does not answer."""
+    """Ask all holders what they reach; returns the urls of the other processes of their jobs, and the holders that do not answer."""
     room = asyncio.Semaphore(_AT_ONCE)
 
     async def ask(holder: Holder) -> Sequence[str]:
@@ -288,7 +290,7 @@ async def _reach(holders: Sequence[Holder], state: State) -> tuple[list[str], di
 
 
 async def _open_each(state: State, holders: Sequence[Holder], errors: Mapping[str, DatastatesError]) -> list[OpenPart]:
-    """Open every part at those that the plan says.
+    """Open every part at the holders that the plan names.
 
     :raises Unavailable: nobody has one of them.
     """
@@ -318,7 +320,7 @@ async def _open_each(state: State, holders: Sequence[Holder], errors: Mapping[st
 
 
 async def _open_one(state: State, rank: int, who: Holders, holders: Sequence[Holder], left: _Allowance) -> OpenPart:
-    """Open a part at those that are to serve it, or at the first other one that has it."""
+    """Open a part at the holders that should serve it, or at the first other one that has it."""
 
     async def open_at(number: int) -> tuple[Manifest, Feed]:
         return await holders[number].open(state.uid, rank, state.world_size, limit=min(BODY_BYTES, left.take(0)))
@@ -356,15 +358,15 @@ async def _open_spare(holder: Holder, manifest: Manifest) -> Feed:
 
 
 class _Allowance:
-    """Bytes that are still allowed."""
+    """The bytes that are still allowed."""
 
     def __init__(self, most: int) -> None:
         self._left = most
 
     def take(self, count: int) -> int:
-        """Take so many; how many are left.
+        """Take ``count`` bytes; returns how many are left.
 
-        :raises PeerFault: more than there were.
+        :raises PeerFault: more were taken than there were.
         """
         self._left -= count
         if self._left < 0:
@@ -397,7 +399,7 @@ class _View:
 
 
 class _Counted:
-    """The progress of all parts together; on the loop thread."""
+    """The progress of all parts together; used on the loop thread."""
 
     def __init__(self, total: int, on_progress: Progress | None) -> None:
         self._total, self._done, self._on_progress = total, 0, on_progress
@@ -407,7 +409,7 @@ class _Counted:
         return _Attempt(self)
 
     def add(self, count: int) -> None:
-        """So many bytes more are here."""
+        """Note that ``count`` more bytes are here."""
         self._done += count
         if self._on_progress is not None:
             self._on_progress(self._done, self._total)

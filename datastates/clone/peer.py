@@ -1,4 +1,4 @@
-"""``datastates.connect``: another process's repository, to be browsed and cloned from."""
+"""``datastates.connect``: another process's repository, to browse and to clone from."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ __all__ = ["Peer", "connect"]
 
 
 def _revision(value: object) -> str:
-    return values.text(values.revision(value, "rev"), "rev")  # it is to be sent
+    return values.text(values.revision(value, "rev"), "rev")  # it has to be sent
 
 
 def _repository(value: object, what: str) -> object:
@@ -56,20 +56,20 @@ def connect(
     timeout_s: float = 10.0,
     data: str | None = None,
 ) -> Peer:
-    """Reach a repository that another process serves; or several, which then share the work of a clone.
+    """Connect to a repository that another process serves; or to several, which then share the work of a clone.
 
         with repo.serve("tcp://127.0.0.1:0") as server, datastates.connect(server.url) as peer:
             print(peer.refs())
 
-    :param url: where the server listens; several urls are sources of one clone.
-    :param token: the server's token; without it ``token_file``, or else ``DATASTATES_TOKEN``.
+    :param url: where the server listens; several urls become sources of one clone.
+    :param token: the server's token; if not given, ``token_file`` is read, or else ``DATASTATES_TOKEN``.
     :param token_file: a file that holds the token.
     :param tls: certificates for TLS 1.3.
-    :param timeout_s: a peer that is silent for so long is treated as dead.
-    :param data: what carries the bytes, as for ``Repository.serve``; None: as ``DATASTATES_DATA`` says.
-    :raises Disconnected: nobody answers (of several: none of them).
+    :param timeout_s: a peer that is silent for this many seconds is treated as dead.
+    :param data: the data plane that carries the bytes, as for ``Repository.serve``; None: as ``DATASTATES_DATA`` says.
+    :raises Disconnected: the server does not answer (of several: none does).
     :raises Unauthorized: the token is missing or wrong.
-    :raises Unsupported: the two sides can use no data plane in common.
+    :raises Unsupported: the two sides have no data plane in common.
     """
     urls = tuple(values.patterns(url, "url") or ())
     if not urls:
@@ -81,7 +81,7 @@ def connect(
 
 
 class CloneOptions(TypedDict, total=False):
-    """What ``Peer.clone`` and ``Peer.begin_clone`` take; see there."""
+    """The options of ``Peer.clone`` and ``Peer.begin_clone``; see there."""
 
     into: Mapping[str, object] | None
     repo: Opened | None
@@ -101,7 +101,7 @@ _CLONED = CloneOptions(
 
 
 class Peer:
-    """Other processes' repositories, as one: questions go to the first that answers. Safe from any thread but the transport's."""
+    """The repositories of other processes, as one: questions go to the first that answers. Safe from any thread but the transport's."""
 
     def __init__(self, sources: Sources) -> None:
         self.sources = sources
@@ -109,7 +109,7 @@ class Peer:
 
     @property
     def urls(self) -> tuple[str, ...]:
-        """Where it is connected to."""
+        """The urls to which it is connected."""
         return self.sources.urls
 
     # --- the lineage -------------------------------------------------------------------------------------------------------
@@ -131,7 +131,7 @@ class Peer:
 
     @values.takes(query=values.text, limit=values.optional(values.count))
     def find(self, query: str, *, limit: int | None = None) -> list[State]:
-        """The states there that a query asks for."""
+        """The states there that match a query."""
         return self._listed(lambda session: partial(session.find, query), limit)
 
     def _listed(self, question: Callable[[Session], Page], limit: int | None) -> list[State]:
@@ -146,25 +146,25 @@ class Peer:
             with repo.serve("tcp://127.0.0.1:0") as server, datastates.connect(server.url) as peer:
                 peer.clone("main", into={"model": model, "optimizer": optimizer})
 
-        :param rev: the state, as the peer names it.
+        :param rev: the state, by its name at the peer.
         :param into: live objects by name, as for ``Repository.restore``.
-        :param repo: a repository that takes over the state with its ancestry; only chunks that it does not hold are moved.
+        :param repo: a repository that takes over the state with its ancestry; only chunks that it lacks are moved.
         :param only: which parts of the objects, as for ``Repository.restore``.
         :param strict: as for ``Repository.restore``.
-        :param atomic: True changes the objects at the very end, all at once, for which a second copy must fit into memory. False receives
-            tensors where they are; a clone that fails leaves them *dirty*: trackers refuse to capture them until they are cloned into again
+        :param atomic: True changes the objects at the very end, all at once, which needs memory for a second copy. False receives
+            tensors in place; a clone that fails leaves them *dirty*: trackers refuse to capture them until they are cloned into again
             or restored. None: True if there is memory for it.
-        :param skip_equal: do not move what the objects hold already (not with ``atomic``).
+        :param skip_equal: do not move chunks that the objects hold already (not with ``atomic``).
         :param tags: whether the tags of the ancestry come along to ``repo``.
         :param chain: whether receivers of one state pass it on to each other, so that one copy leaves the source.
-        :param on_progress: called with the bytes that are done, and all of them.
-        :param group: the ranks of a job that clone it together, each calling this with ``into`` and its own objects: each is sent what it
-            alone wants, and its share of what several want, which it passes on. All get the state that rank 0 finds, or all fail, and
-            then no object has changed.
-        :raises NotFound: the revision names nothing there.
-        :raises Unavailable: its bytes are nowhere any more (or Disconnected: no source is left).
+        :param on_progress: called with the bytes that are done, and their total.
+        :param group: the ranks of a job that clone the state together, each calling this with ``into`` and its own objects. Each is sent
+            what it alone wants, and its share of what several want, which it passes on. All get the state that rank 0 finds; or all fail,
+            and then no object has changed.
+        :raises NotFound: the revision does not exist there.
+        :raises Unavailable: the state's bytes are nowhere any more (or Disconnected: no source is left).
         :raises InvalidInput: the state does not fit the objects; nothing was moved.
-        :raises Corrupt: bytes came with a wrong digest twice.
+        :raises Corrupt: a chunk came with a wrong digest twice.
         :raises Dirty: a clone in place failed; its cause says why.
         """
         group = options["group"]
@@ -208,9 +208,9 @@ class Peer:
         :param skip_equal: as for ``clone``.
         :param tags: as for ``clone``.
         :param chain: as for ``clone``.
-        :param resumable: keep what came if it fails: ``Transfer.resume`` goes on, ``Transfer.close`` lets go.
+        :param resumable: keep what came if it fails: ``Transfer.resume`` continues, ``Transfer.close`` releases it.
         :param on_progress: as for ``clone``.
-        :param group: None, or a group of one: ranks that clone together do so in ``clone``.
+        :param group: None, or a group of one: ranks that clone together must use ``clone``.
         """
         into, repo, group = options["into"], options["repo"], options["group"]
         if group is not None and group.size > 1:
@@ -243,11 +243,11 @@ class Peer:
     def push(self, rev: str | State, *, repo: Opened, tags: bool = False, on_progress: Progress | None = None) -> Cloned:
         """Bring a state of ``repo`` into the peer's memory, with its ancestry; the peer must be served with ``is_writable``.
 
-        :param rev: the state, as ``repo`` names it.
-        :param repo: where it is.
+        :param rev: the state, by its name in ``repo``.
+        :param repo: the repository that has the state.
         :param tags: whether the tags of its ancestry go along.
-        :param on_progress: called with the bytes that are done, and all of them.
-        :raises InvalidInput: the peer takes no states.
+        :param on_progress: called with the bytes that are done, and their total.
+        :raises InvalidInput: the peer accepts no states.
         """
         return self.begin_push(rev, repo=repo, tags=tags, on_progress=on_progress).wait()
 
@@ -255,10 +255,10 @@ class Peer:
     def begin_push(self, rev: str | State, *, repo: Opened, tags: bool = False, on_progress: Progress | None = None) -> Transfer:
         """Start ``push`` in the background.
 
-        :param rev: the state, as ``repo`` names it.
-        :param repo: where it is.
+        :param rev: the state, by its name in ``repo``.
+        :param repo: the repository that has the state.
         :param tags: whether the tags of its ancestry go along.
-        :param on_progress: called with the bytes that are done, and all of them.
+        :param on_progress: called with the bytes that are done, and their total.
         """
         return Transfer(Push(self.sources, repo.core, repo.core.state(_revision(rev)), tags=tags), on_progress)
 

@@ -1,4 +1,4 @@
-"""What peers serve, as a place that states are repaired from: each is opened there, and only the chunks that are asked for are moved."""
+"""Peers as a place from which states are repaired: each state is opened there, and only the chunks that are asked for are moved."""
 
 from __future__ import annotations
 
@@ -24,10 +24,11 @@ class PeerPlace:
         self._sources: Sources = peer.sources
 
     def open_part(self, uid: str, rank: int, *, verify: bool = True) -> Reader:
-        """The part of a state that one of its ranks captured, held open there until the reader is closed; chunks are checked as they come.
+        """The part of a state that one of its ranks captured, held open there until the reader is closed; chunks are checked as they
+        arrive.
 
         :raises NotFound: it is not there.
-        :raises Disconnected: nobody answers.
+        :raises Disconnected: the peer does not answer.
         """
         del verify
         opened = loop.run(self._sources.open(uid))
@@ -50,7 +51,7 @@ def _reader(opened: OpenState, rank: int, timeout_s: float) -> Reader:
 
 
 class _Reader(Reader):
-    """Closes what was opened for it."""
+    """A reader that also closes what was opened for it."""
 
     def __init__(self, opened: OpenState, inner: PeerReader) -> None:
         self.manifest = inner.manifest

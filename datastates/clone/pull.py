@@ -1,4 +1,4 @@
-"""A state that comes: what is asked for, where it lands, and how a clone that failed goes on."""
+"""Receiving a state: what is asked for, where it lands, and how a failed clone continues."""
 
 from __future__ import annotations
 
@@ -35,29 +35,29 @@ _SPARE = 1.25
 
 
 class Arrival(ABC):
-    """Where a clone goes."""
+    """The destination of a clone."""
 
     sink: Sink
 
     @abstractmethod
     def land(self, opened: OpenState, fetched: Fetched) -> tuple[State, RestoreReport | None]:
-        """Every chunk is in the sink: make it count."""
+        """Finish: every chunk is in the sink."""
 
     @abstractmethod
     def drop(self) -> None:
-        """Let go of what came."""
+        """Release what came."""
 
     def explain(self, error: BaseException) -> BaseException:
-        """What an error means for whoever waits."""
+        """The error that a waiting caller gets for an error."""
         return error
 
     def joined_by(self, opened: OpenState) -> None:
-        """The rest comes from elsewhere."""
+        """Note that the rest comes from elsewhere."""
         del opened
 
 
 class IntoObjects(Arrival):
-    """Live objects, written by the thread that owns them; see ``Peer.clone`` for what the options mean."""
+    """Live objects, written by the thread that owns them; see ``Peer.clone`` for the options."""
 
     def __init__(
         self,
@@ -105,7 +105,7 @@ class IntoObjects(Arrival):
 
 
 class IntoRepository(Arrival):
-    """A repository's memory and lineage, with the ancestors that it does not have, and ``tags`` on what comes if they are asked for."""
+    """A repository's memory and lineage, with the ancestors that it lacks, and with ``tags`` on what comes if they are asked for."""
 
     def __init__(self, opened: OpenState, core: Core, ancestry: Sequence[State], tags: Sequence[Ref]) -> None:
         self._core, self._ancestry, self._tags = core, ancestry, tags
@@ -154,7 +154,7 @@ class Pull(Move):
         opened = self._opened
         try:
             return await opened.fetch(self._arrival.sink, timeout_s=self._timeout_s, on_progress=progress)
-        finally:  # a cancellation that comes now must not leave a connection behind
+        finally:  # a cancellation at this point must not leave a connection behind
             if opened.forwarder is None:  # else it passes the state on
                 await surely(asyncio.create_task(opened.close()))
 
@@ -174,7 +174,7 @@ class Pull(Move):
         return self._is_kept
 
     def resumed(self, sources: Sources) -> Pull:
-        """The sink knows what is missing, and every digest."""
+        """The rest of this transfer: the sink knows which chunks are missing, and every digest."""
         before = self._opened
         opened = loop.run(sources.open(self.state.uid))
         if opened.state.digest != self.state.digest:
@@ -186,9 +186,9 @@ class Pull(Move):
 
 
 async def _ancestry(session: Session, core: Core, state: State, *, tags: bool) -> tuple[list[State], list[Ref]]:
-    """The ancestors, newest first, that the repository does not have, down to where it has every parent; tags of all that come.
+    """The ancestors that the repository lacks, newest first, down to where it has every parent; and the tags of all that come.
 
-    A page that it has all of is no end: what a merge brought in from elsewhere may be older than that.
+    A page of which it has every state is not the end: states that a merge brought in from elsewhere may be older than that.
     """
     coming: list[State] = []
     listed = {state.uid: state}

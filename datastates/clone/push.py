@@ -1,4 +1,4 @@
-"""A state that goes to a peer, with the ancestors that it does not have."""
+"""Sending a state to a peer, with the ancestors that the peer lacks."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class _CountedSource(StateSource):
         self.on_chunk: Callable[[int], None] = lambda _: None
 
     async def chunk(self, index: int) -> Sequence[memoryview]:
-        """The chunk where it lies."""
+        """The chunk, where it lies."""
         found = await super().chunk(index)
         if index not in self._counted:  # it is read for its digest too, and again when a link breaks
             self._counted.add(index)

@@ -1,4 +1,4 @@
-"""Memory for states that peers push: what captures need is not given away, however many push, and however little can be written."""
+"""Memory for states that peers push: memory that captures need is not given away, however many push, and however little can be written."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _ASK_AGAIN_S = 0.05
 
 
 class PushRoom:
-    """The slots of one repository's arena that pushed states may have together, on their way or until they are durable."""
+    """The slots of one repository's arena that pushed states may have together, while they are on their way and until they are durable."""
 
     def __init__(self, core: Core, patience_s: float) -> None:
         self._core, self._patience_s = core, patience_s
@@ -28,10 +28,10 @@ class PushRoom:
         return Room(self)
 
     def acquire(self, count: int) -> list[int]:
-        """``count`` slots, beside those that captures need. Waits for earlier pushes to be written, for ``patience_s`` at most.
+        """Take ``count`` slots beside those that captures need. Waits at most ``patience_s`` for earlier pushes to be written.
 
-        :raises OverBudget: there never are so many.
-        :raises Unavailable: not now.
+        :raises OverBudget: there are never so many.
+        :raises Unavailable: there are not so many now.
         """
         until = time.monotonic() + self._patience_s
         if not (is_taken := self._take(count)):
@@ -54,7 +54,7 @@ class PushRoom:
         return slots
 
     def give(self, count: int) -> None:
-        """Count slots that are no longer on their way: they were given back, or belong to the memory tier now."""
+        """Note that ``count`` slots are no longer on their way: they were given back, or belong to the memory tier now."""
         with self._lock:
             self._coming -= count
 
@@ -87,7 +87,7 @@ class Room:
         self._count = 0
 
     def acquire(self, count: int) -> list[int]:
-        """Its slots (see ``PushRoom.acquire``)."""
+        """The slots of the state (see ``PushRoom.acquire``)."""
         slots = self._room.acquire(count)
         self._count += count
         return slots

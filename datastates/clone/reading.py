@@ -1,4 +1,4 @@
-"""A part of a state that peers hold open for us, as a reader: what is asked for ahead comes in the background, many chunks at once."""
+"""A reader of a part of a state that peers hold open for us: chunks that are asked for ahead come in the background, many at once."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ Fetch = Callable[[Sink], Awaitable[Fetched]]
 
 
 class PeerReader(Reader):
-    """``fetch`` brings what is missing in a sink. Used by one thread, and closed before the feeds behind ``fetch`` are.
+    """Reads a part from peers; ``fetch`` brings what is missing in a sink. Used by one thread, and closed before the feeds behind ``fetch``
+    are.
 
-    Every chunk is checked as it comes. ``bytes_by_source`` counts what came, by peer.
+    Every chunk is checked as it arrives. ``bytes_by_source`` counts what came, by peer.
     """
 
     is_waited_for: ClassVar[bool] = True
@@ -56,25 +57,25 @@ class PeerReader(Reader):
     def chunk(self, index: int) -> memoryview:
         """One chunk, once it is here.
 
-        :raises DatastatesError: it cannot be had.
+        :raises DatastatesError: the chunk is not available.
         """
         self.ahead([index])
         self._coming[index].wait(index)
         return self._shadow.memory(index * CHUNK_BYTES, self._lengths[index]).toreadonly()
 
     def span(self, start: int, length: int) -> memoryview | None:
-        """Nothing that outlives the reader."""
+        """None: no memory here outlives the reader."""
         return None
 
     def loan(self, start: int, length: int) -> memoryview | None:
-        """A stretch of the memory that it comes into, once all of it is here."""
+        """A stretch of the memory into which it comes, once all of it is here."""
         self.ahead(self.chunks_of(start, length))
         for index in self.chunks_of(start, length):
             self.chunk(index)
         return self._shadow.memory(start, length).toreadonly()
 
     def close(self) -> None:
-        """Stop what is on its way: nobody writes to the memory any more. Idempotent."""
+        """Stop what is on its way, so that nobody writes to the memory any more. Idempotent."""
         self._is_closed = True
         for coming in self._all:
             for name, count in coming.end().items():
@@ -83,7 +84,7 @@ class PeerReader(Reader):
 
 
 class _Coming:
-    """Some chunks on their way, as a sink: each lies in the shadow where it stands in the stream."""
+    """Some chunks on their way, as a sink: each lies in the shadow at its place in the stream."""
 
     def __init__(self, manifest: Manifest, lengths: tuple[int, ...], wanted: Sequence[int], shadow: Shadow) -> None:
         self.lengths = lengths
@@ -112,7 +113,7 @@ class _Coming:
         raise Unavailable(f"chunk {index} of state {self._manifest.origin.uid} did not come: clone it again")
 
     def end(self) -> dict[str, int]:
-        """Stop; what came, by peer."""
+        """Stop; returns what came, by peer."""
         if self._future is None:
             return {}
         self._future.cancel()

@@ -18,7 +18,7 @@ Configs = tuple[dict[str, Value], ...]
 
 
 def records_of(states: Iterable[State]) -> tuple[tuple[StateRecord, ...], Configs]:
-    """A list of states for a peer, and their configurations, each once."""
+    """A list of states in the form for a peer, and their configurations, each once."""
     configs: list[dict[str, Value]] = []
     places: dict[tuple[tuple[str, str], ...], int] = {}
     seen: dict[int, int | None] = {}
@@ -39,7 +39,7 @@ def records_of(states: Iterable[State]) -> tuple[tuple[StateRecord, ...], Config
 
 
 def states_of(records: Iterable[StateRecord], configs: Sequence[Mapping[str, Value]]) -> list[State]:
-    """A peer's list of states.
+    """The states in a peer's list.
 
     :raises PeerFault: as ``state_of``.
     """
@@ -48,7 +48,7 @@ def states_of(records: Iterable[StateRecord], configs: Sequence[Mapping[str, Val
 
 
 def record_of(state: State) -> StateRecord:
-    """A state for a peer, by itself."""
+    """A single state in the form for a peer."""
     return _record(state, state.config or None)
 
 
@@ -75,9 +75,9 @@ def _record(state: State, config: dict[str, Value] | int | None) -> StateRecord:
 
 
 def state_of(record: StateRecord, configs: Configs = ()) -> State:
-    """A peer's state, as far as it can be one; ``configs`` came with the list that it is in.
+    """The state in a peer's record, if it can be one; ``configs`` came with the list that contains it.
 
-    :raises PeerFault: a status, a kind, a time or a configuration that there is not.
+    :raises PeerFault: it has a status, a kind, a time or a configuration that does not exist.
     """
     try:
         return State(
@@ -110,10 +110,10 @@ def _config_of(record: StateRecord, configs: Configs) -> dict[str, Value]:
 
 
 def record_of_ref(ref: Ref) -> RefRecord:
-    """A ref for a peer."""
+    """A ref in the form for a peer."""
     return RefRecord(ref.name, ref.kind.value, ref.state, ref.message)
 
 
 def ref_of(record: RefRecord) -> Ref:
-    """A peer's ref; how often it moved stays there."""
+    """The ref in a peer's record; how often it moved stays there."""
     return Ref(record.name, RefKind(record.kind), record.state, 0, record.message)

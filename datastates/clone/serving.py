@@ -1,4 +1,4 @@
-"""A repository as others see it over a transport: its lineage, and the states that its tiers hold."""
+"""A repository as other processes see it over a transport: its lineage, and the states that its tiers hold."""
 
 from __future__ import annotations
 
@@ -58,17 +58,18 @@ if TYPE_CHECKING:
 
 __all__ = ["PeerServer", "RepositoryStore", "Server", "ServerStats"]
 
-_PAGE = 1000  # states; whoever wants more asks again
+_PAGE = 1000  # states; a peer that wants more asks again
 _TAGS = 1000  # each is a transaction of its own
 _PUSHERS = "push"
-"""Whoever has the token and may write: one party, whose states lend each other chunks."""
+"""The party of every peer that has the token and may write: their states lend each other chunks."""
 
 _VERSION = version("datastates")  # found now: a process that forks while a thread looks for it leaves the child the lock of an import
 
 
 class StateSource:
-    """An open reader, as a source: the state stays pinned until it is closed, or its memory is wanted back; then it is read on from
-    what ``reopen`` gives, if it gives something. The receiver checks its bytes."""
+    """An open reader, as a source. The state stays pinned until it is closed, or until its memory is wanted back; it is then read from
+    the reader that ``reopen`` returns, if there is one. The receiver checks its bytes.
+    """
 
     def __init__(self, reader: Reader, reopen: Callable[[], Reader] | None = None) -> None:
         self._reader, self._reopen = reader, reopen
@@ -76,7 +77,7 @@ class StateSource:
         self.lengths = tuple(chunk.length for chunk in reader.manifest.content.chunks)
 
     async def chunk(self, index: int) -> Sequence[memoryview]:
-        """The chunk where it lies, or read from the disk meanwhile."""
+        """The chunk where it lies, or read from disk in the meantime."""
         if self._reader.is_waited_for:
             return [await asyncio.to_thread(self._reader.chunk, index)]
         return [self._reader.chunk(index)]
@@ -90,11 +91,11 @@ class StateSource:
         return digest.pieces_digest(pieces) == self._reader.manifest.content.chunks[index].digest
 
     def when_wanted(self, tell: Callable[[], None]) -> None:
-        """Give way to captures."""
+        """Call ``tell`` when a capture wants the memory back."""
         self._reader.when_wanted(tell)
 
     def recall(self) -> bool:
-        """Read on from a tier that outlives this process."""
+        """Continue to read from a tier that outlives this process; returns whether there is one."""
         pinned, found = self._reader, None
         if self._reopen is not None:
             with suppress(DatastatesError):
@@ -108,17 +109,18 @@ class StateSource:
 
 
 ANSWER_S = 10.0
-"""What an answer to a peer may take of the database."""
+"""The most seconds that an answer to a peer may take of the database."""
 
 
 class RepositoryStore:
-    """A repository, seen by a server; every method runs in worker threads. ``is_writable`` takes what peers push;
-    for room for it somebody waits ``patience_s`` at most."""
+    """A repository as a server sees it; every method runs in worker threads. ``is_writable`` accepts what peers push; a push waits
+    at most ``patience_s`` for room.
+    """
 
     def __init__(self, core: Core, *, is_writable: bool = False, patience_s: float = 10.0) -> None:
         self._core, self._is_writable = core, is_writable
         self.others: tuple[str, ...] = ()
-        """Where the other processes of this one's job serve."""
+        """The urls at which the other processes of this one's job serve."""
         self._room = PushRoom(core, patience_s)
         self._rooms: dict[Sink, Room] = {}
 
@@ -129,7 +131,7 @@ class RepositoryStore:
 
     @contextmanager
     def _asked(self) -> Iterator[Session]:
-        """A session for a question of a peer, which costs no more than so much time."""
+        """A session for a peer's question, which may cost only a limited time."""
         with deadline.within(ANSWER_S), self._core.reading() as session:
             yield session
 
@@ -139,7 +141,7 @@ class RepositoryStore:
             return [record_of_ref(ref) for ref in lineage_refs.refs(session)]
 
     def find(self, query: str, limit: int, after: str | None) -> StatePage:
-        """A page of what a query finds."""
+        """A page of the states that match a query."""
         with self._asked() as session:
             check_names(session, query)
             page = search.find(session, query, after=after, limit=min(limit, _PAGE))
@@ -200,7 +202,7 @@ class RepositoryStore:
             raise InvalidInput("this server takes no states: serve with is_writable=True (datastates serve --writable)")
 
     def receive(self, offer: Offer) -> Sink:
-        """Check what a peer says of a state, all of it; then make room for its bytes."""
+        """Check everything that a peer says of a state; then make room for its bytes."""
         self.check_writable()
         checked = read_manifest(offer.manifest, source=f"the pushed state {offer.state.uid}")
         manifest = checked.manifest
@@ -220,7 +222,7 @@ class RepositoryStore:
         return sink
 
     def received(self, offer: Offer, sink: Sink) -> StateRecord:
-        """Record what was pushed."""
+        """Record the state that was pushed."""
         assert isinstance(sink, StateSink), "receive made it"
         state, ancestry, tags = _told(offer)
         came = clones.Provenance(_PUSHERS, "", sink.bytes_missing)
@@ -229,7 +231,7 @@ class RepositoryStore:
         return record_of(state)
 
     def abandon(self, offer: Offer, sink: Sink) -> None:
-        """A push ended early."""
+        """Free the memory of a push that ended early."""
         assert isinstance(sink, StateSink), "receive made it"
         arrivals.abandon(self._core, sink)
         if (room := self._rooms.pop(sink, None)) is not None:
@@ -237,9 +239,9 @@ class RepositoryStore:
 
 
 def _told(offer: Offer) -> tuple[State, list[State], list[Ref]]:
-    """What a peer says of a state that it pushes.
+    """The state, ancestors and tags that a peer sends with a push.
 
-    :raises PeerFault: it cannot be.
+    :raises PeerFault: they are impossible.
     """
     if len(offer.refs) > _TAGS:
         raise PeerFault(f"{len(offer.refs)} refs come with state {offer.state.uid}: at most {_TAGS} are taken")
@@ -252,8 +254,8 @@ class ServerStats:
 
     ``refused_for`` says why: ``room`` (no place for the connection), ``gave way`` (to others that came while it proved nothing), ``late``
     (it proved nothing in time), ``left``; or the kind of the error that it was told, such as ``unauthorized``. ``connections`` are here
-    now, those that have not proved anything yet among them. ``made_way`` counts peers that ended because others waited for their place,
-    ``pins_revoked`` states that peers held open and whose memory a capture needed.
+    now, including those that have not proved anything yet. ``made_way`` counts peers that ended because others waited for their place,
+    ``pins_revoked`` counts states that peers held open and whose memory a capture needed.
     """
 
     bytes_sent: int
@@ -269,17 +271,17 @@ class ServerStats:
 
 @runtime_checkable
 class Server(Protocol):
-    """What ``Repository.serve`` returns, whatever it serves by. A context manager; safe from any thread."""
+    """What ``Repository.serve`` returns, for any protocol. A context manager; safe from any thread."""
 
     @property
     def url(self) -> str:
-        """Where to connect, with the port that was taken."""
+        """The url to connect to, with the port that was taken."""
 
     def stats(self) -> ServerStats:
         """Counts of what the server has done so far."""
 
     def close(self, *, grace_s: float = ...) -> None:
-        """Take nobody more, let what is on its way arrive for so long, and end every connection; idempotent."""
+        """Accept nobody more, let transfers under way finish for ``grace_s`` seconds, and end every connection; idempotent."""
 
     def __enter__(self) -> Self: ...
 
@@ -287,10 +289,10 @@ class Server(Protocol):
 
 
 class PeerServer:
-    """States of a repository, served while training goes on; made by ``Repository.serve``. Safe from any thread.
+    """Serves states of a repository while training goes on; made by ``Repository.serve``. Safe from any thread.
 
-    What a peer clones is pinned: its memory is used for new captures only once the peer is done, or silent for ``timeout_s``; or at once,
-    when a capture would have to wait for it. The clone goes on from disk then, or fails and says so.
+    A state that a peer clones is pinned: its memory is used for new captures only once the peer is done, or silent for ``timeout_s``; or at
+    once, if a capture would have to wait for it. The clone then continues from disk, or fails with a message that says so.
     """
 
     def __init__(self, core: Core, url: str, *, token: bytes, tls: Tls | None, is_writable: bool, timeout_s: float, data: str) -> None:
@@ -302,11 +304,11 @@ class PeerServer:
 
     @property
     def url(self) -> str:
-        """Where to connect, with the port that was taken."""
+        """The url to connect to, with the port that was taken."""
         return self._server.url
 
     def meet(self, urls: Sequence[str]) -> None:
-        """The other processes of this one's job serve here: whoever clones a state of all of them is told so."""
+        """Note where the other processes of this one's job serve, so that peers that clone a state of all of them are told."""
         self._store.others = tuple(urls)
 
     def stats(self) -> ServerStats:
@@ -330,7 +332,7 @@ class PeerServer:
 
     @values.takes(grace_s=values.seconds)
     def close(self, *, grace_s: float = 1.0) -> None:
-        """Take no more peers, let chunks that are on their way arrive, and end every connection; idempotent."""
+        """Accept no more peers, let chunks that are on their way arrive, and end every connection; idempotent."""
         if not self._is_closed and self._pid == os.getpid():
             self._is_closed = True
             with suppress(Closed):

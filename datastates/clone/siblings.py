@@ -1,4 +1,4 @@
-"""The ranks of a job that serve: each is told once, by their group, where the others do."""
+"""The ranks of a job that serve: their group tells each of them once where the others do."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["announced", "own_address", "serve_together"]
 def serve_together(group: Group, begin: Callable[[], Server]) -> Server:
     """The server of this rank, which knows those of the others; collective. If one cannot serve, none does.
 
-    :raises InvalidInput: it is one for browsers.
+    :raises InvalidInput: it is a server for browsers.
     :raises Unavailable: another rank failed, or did not come; names it.
     """
     meeting, server = Meeting(group, "serve its states"), None
@@ -43,7 +43,7 @@ def _meeting_others(server: Server) -> Callable[[Sequence[str]], None]:
 
 
 def announced(url: str) -> str:
-    """The url of a server as processes elsewhere may dial it: with an address, also where it listens on all of them, or under a name."""
+    """The url of a server for processes elsewhere: with an address, even if it listens on all of them, or under a name."""
     parts = urlsplit(url)
     host = parts.hostname or ""
     try:
@@ -55,7 +55,7 @@ def announced(url: str) -> str:
 
 
 def own_address() -> str:
-    """This machine's address towards the others, as far as its name and routes tell."""
+    """This machine's address as others see it, as far as its name and routes tell."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("198.51.100.1", 9))  # nothing is sent: the kernel only picks the interface

@@ -1,4 +1,4 @@
-"""Connections to the processes that states come from: sessions for questions, and one more for each state that they hold open for us."""
+"""Connections to the processes from which states come: sessions for questions, and one more for each state that they hold open for us."""
 
 from __future__ import annotations
 
@@ -34,8 +34,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class OpenState:
-    """A state that sources hold open for us: each by a feed of its own, or all by the chain that ``forwarder`` is a link of, or one of
-    several ``parts`` by whoever has each of them."""
+    """A state that sources hold open for us: each through a feed of its own, or all through the chain of which ``forwarder`` is a link, or
+    one of several ``parts`` through the holders of each.
+    """
 
     state: State
     manifest: CheckedManifest
@@ -46,7 +47,7 @@ class OpenState:
     parts: OpenParts | None = None
 
     async def fetch(self, sink: Sink, *, timeout_s: float, on_progress: Callable[[int, int], None] | None = None) -> Fetched:
-        """Bring what is missing in ``sink``, from whoever has it."""
+        """Bring what is missing in ``sink``, from the sources that have it."""
         if self.forwarder is not None:
             return await self.forwarder.fetch(sink, timeout_s=timeout_s, on_progress=on_progress)
         if self.parts is not None:
@@ -59,7 +60,7 @@ class OpenState:
         return 16 if self.parts is None else max(16, scratch_for(self.parts.parts))
 
     async def close(self) -> None:
-        """Let go of it."""
+        """Release the state."""
         if self.parts is not None:
             await self.parts.close()
         for feed in self.feeds:
@@ -68,7 +69,7 @@ class OpenState:
             await self.forwarder.close()
 
     async def end_chain(self) -> None:
-        """Leave the chain, once those behind us have what they wait for."""
+        """Leave the chain, once the receivers behind us have what they wait for."""
         if self.forwarder is not None:
             await self.forwarder.drain()
             await self.forwarder.close()
@@ -97,7 +98,7 @@ class Sources:
 
     @property
     def is_ours(self) -> bool:
-        """Whether this process made it; a forked child is none."""
+        """Whether this process made it, and not the parent of a forked child."""
         return self._pid == os.getpid()
 
     # --- questions ---------------------------------------------------------------------------------------------------------
@@ -134,7 +135,7 @@ class Sources:
         return session
 
     async def first(self, ask: Callable[[Session], Awaitable[T]]) -> T:
-        """The answer of the first source that is still there."""
+        """The answer of the first source that is still connected."""
         error: DatastatesError | None = None
         for _, session in await self.sessions():
             try:
@@ -145,7 +146,7 @@ class Sources:
         raise error
 
     async def listed(self, ask: Callable[[Session], Awaitable[T]]) -> T:
-        """``first`` for lists that come in pages: the source chooses their number, but not the time that they take."""
+        """``first`` for lists that come in pages: the source decides how many pages there are, but not how long they may take."""
         patience_s = LISTING_TIMEOUTS * self.timeout_s
 
         async def within(session: Session) -> T:
@@ -163,7 +164,9 @@ class Sources:
     # --- states ------------------------------------------------------------------------------------------------------------
 
     async def open(self, rev: str, *, chain: bool = False) -> OpenState:
-        """Open a state at every source that has it, each by a connection of its own; with ``chain`` as a link of the first one's chain."""
+        """Open a state at every source that has it, each through a connection of its own; with ``chain``, as a link of the first one's
+        chain.
+        """
         states = await self._resolve(rev)
         url, state = next(iter(states.items()))
         if state.world_size > 1:
@@ -182,7 +185,7 @@ class Sources:
         return OpenState(states[first.url], first.manifest, [each.feed for each in found], first.repository, source)
 
     async def _open_at(self, url: str, state: State) -> _Found | DatastatesError:
-        """What a source has of a state, or why it is left out."""
+        """What a source has of a state, or the reason why the source is left out."""
         session = None
         try:
             session = await self.connected(url)
@@ -197,7 +200,7 @@ class Sources:
         return _Found(url, manifest, _Ending(feed, session), session.identity.repository if session.identity else "")
 
     async def _resolve(self, rev: str) -> Mapping[str, State]:
-        """The state that a revision names, by the urls of those that agree on it."""
+        """The state that a revision names, by the urls of the sources that agree on it."""
         sessions = await self.sessions()
         records = await asyncio.gather(*(session.resolve(rev) for _, session in sessions), return_exceptions=True)
         states = {
@@ -251,7 +254,7 @@ class Sources:
 
 
 class _Ending(Feed):
-    """A feed whose session ends with it: a clone that is cut off disturbs no other."""
+    """A feed whose session ends with it, so that a clone that is cut off disturbs no other."""
 
     def __init__(self, feed: Feed, session: Session) -> None:
         super().__init__(feed.name, feed.manifest, feed.lengths, is_bound=feed.is_bound, reaches_devices=feed.reaches_devices)
@@ -261,7 +264,7 @@ class _Ending(Feed):
         return await self._inner.digests(indexes)
 
     async def close(self) -> None:
-        """Let go of the state, and of the connection."""
+        """Release the state and the connection."""
         await self._inner.close()
         await super().close()
 

@@ -52,7 +52,7 @@ def clone_together(
 ) -> Cloned:
     """Clone the state that ``rev`` names for rank 0 into the live objects of every rank; collective, on the training threads.
 
-    If one rank fails all do, and no object of any has changed.
+    If one rank fails, all fail, and no object of any rank has changed.
     """
     began, meeting = time.monotonic(), Meeting(group, f"clone {rev}")
     with meeting.united(), undisturbed():
@@ -69,7 +69,7 @@ def clone_together(
 
 
 def _chosen(sources: Sources, rev: str, meeting: Meeting) -> _Chosen:
-    """What rank 0 finds."""
+    """The state that rank 0 finds."""
     body = b""
     if meeting.group.rank == 0:
         record = loop.run(sources.first(lambda session: session.resolve(rev)))
@@ -104,7 +104,7 @@ def _readers(opened: OpenState, own: Redivision, timeout_s: float, on_progress: 
     if opened.parts is None:
         return [PeerReader(opened.manifest.manifest, partial(opened.fetch, timeout_s=timeout_s, on_progress=on_progress))]
     if own.source:
-        join_parts(opened.manifest.parts, rank=own.source)  # whose values were not looked at yet
+        join_parts(opened.manifest.parts, rank=own.source)  # their values were not looked at yet
     counted = _Counted(on_progress)
     return [
         PeerReader(part.manifest, partial(fetch_part, part=part, timeout_s=timeout_s, on_progress=counted.of(part.rank)))
@@ -118,14 +118,14 @@ def _cloned(state: State, report: RestoreReport, readers: Sequence[PeerReader], 
 
 
 class _Counted:
-    """What this rank asked for of all parts, and what of it is here; on the loop thread."""
+    """What this rank asked for of all parts, and how much of it is here; used on the loop thread."""
 
     def __init__(self, on_progress: Progress | None) -> None:
         self._on_progress = on_progress
         self._parts: dict[int, tuple[int, int]] = {}
 
     def of(self, part: int) -> Callable[[int, int], None] | None:
-        """Hears how far one part is."""
+        """A callback that is told how far one part is."""
         return None if self._on_progress is None else partial(self._hear, part)
 
     def _hear(self, part: int, done: int, total: int) -> None:

@@ -1,4 +1,4 @@
-"""One state on its way between processes: waited for, awaited, cancelled, resumed."""
+"""One state on its way between processes: it can be waited for, awaited, cancelled and resumed."""
 
 from __future__ import annotations
 
@@ -27,12 +27,14 @@ from .sources import Sources
 __all__ = ["Cloned", "Connected", "Move", "Progress", "Transfer"]
 
 Progress = Callable[[int, int], None]
-"""Gets the bytes that are here and all that are to come, on the transport's thread: it must be quick."""
+"""Called with the bytes that are here and their total, on the transport's thread: it must be quick."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cloned:
-    """The result of a clone or a push. ``report`` is of a clone into live objects; ``by_source`` counts the bytes that moved, by peer."""
+    """The result of a clone or a push. ``report`` is that of a clone into live objects; ``by_source`` counts the bytes that moved, by
+    peer.
+    """
 
     state: State
     report: RestoreReport | None
@@ -46,7 +48,7 @@ class Connected(Protocol):
 
     @property
     def sources(self) -> Sources:
-        """Where its states come from."""
+        """The sources of its states."""
 
 
 def _peer(value: object, what: str) -> object:
@@ -56,7 +58,9 @@ def _peer(value: object, what: str) -> object:
 
 
 class Move(ABC):
-    """What a clone and a push do differently. ``run`` is called once, on the transport's thread; all else by whoever waits."""
+    """What differs between a clone and a push. ``run`` is called once, on the transport's thread; the waiting caller calls everything
+    else.
+    """
 
     state: State
     bytes_total: int
@@ -67,33 +71,34 @@ class Move(ABC):
 
     @abstractmethod
     def land(self, fetched: Fetched) -> tuple[State, RestoreReport | None]:
-        """End it well: every byte is here."""
+        """Finish a transfer of which every byte is here."""
 
     @abstractmethod
     def give_up(self, error: BaseException) -> BaseException:
-        """Let go of the other side, also if it never ran. Returns what the error means for whoever waits."""
+        """Release the other side, even if the transfer never ran. Returns the error for the waiting caller."""
 
     @property
     def is_resumable(self) -> bool:
-        """Whether what came is kept when it fails."""
+        """Whether what came is kept if the transfer fails."""
         return False
 
     def resumed(self, sources: Sources) -> Move:
-        """The rest of this one, which has failed, from other sources; only if it is resumable."""
+        """The rest of this failed transfer, from other sources; only if it is resumable."""
         raise NotImplementedError
 
     @abstractmethod
     def drop(self) -> None:
-        """Let go of what came; called once, after ``give_up``."""
+        """Release what came; called once, after ``give_up``."""
 
 
 class Transfer:
     """A clone or a push under way. ``wait`` and ``await`` finish it, on the thread that calls them.
 
-    Live objects are written at the very end by the thread that waits, which must be the one that owns them; with ``atomic=False`` they
-    are written all the time, and must be left alone until then. ``bytes_done`` and ``bytes_total`` may be read at any time.
+    The waiting thread writes live objects at the very end; it must be the thread that owns them. With ``atomic=False`` they are written all
+    the time, and must be left alone until then. ``bytes_done`` and ``bytes_total`` may be read at any time.
 
-    One that was begun as ``resumable`` keeps what came when it fails, for ``resume``, until it is closed: use it as a context manager.
+    A transfer that was begun as ``resumable`` keeps what came when it fails, for ``resume``, until it is closed: use it as a context
+    manager.
     """
 
     def __init__(self, move: Move, on_progress: Progress | None = None) -> None:
@@ -107,7 +112,7 @@ class Transfer:
         self._pid = os.getpid()
         self._ended = Latch()
         self._future = loop.submit(move.run(self._progress))
-        self._future.add_done_callback(lambda _: self._ended.set())  # also when it was cancelled before it began
+        self._future.add_done_callback(lambda _: self._ended.set())  # also if it was cancelled before it began
 
     @property
     def is_done(self) -> bool:
@@ -116,14 +121,15 @@ class Transfer:
 
     @property
     def error(self) -> BaseException | None:
-        """The error with which it failed; None while there is none."""
+        """The error with which it failed; None if it has not failed."""
         return self._error
 
     @values.takes(timeout_s=values.optional(values.seconds))
     def wait(self, timeout_s: float | None = None) -> Cloned:
-        """Wait until every byte is here and checked, and finish. Ctrl-C gives it up, and comes out once nothing is written any more.
+        """Wait until every byte is here and checked, and finish. Ctrl-C gives the transfer up, and is raised once nothing is written any
+        more.
 
-        :raises TimeoutError: it takes longer; it goes on.
+        :raises TimeoutError: it takes longer; the transfer goes on.
         :raises Cancelled: it was cancelled.
         :raises Closed: the peer was closed, or this is a forked child.
         :raises Disconnected: no source is left (or Corrupt, Unavailable: what else went wrong).
@@ -142,14 +148,14 @@ class Transfer:
         return self._finish()
 
     def cancel(self) -> None:
-        """Stop it; ``wait`` then raises Cancelled. Nothing after it is done."""
+        """Stop the transfer; ``wait`` then raises Cancelled. Nothing after it is done."""
         self._future.cancel()
 
     @values.takes(peer=_peer, on_progress=values.optional(values.callback))
     def resume(self, peer: Connected, *, on_progress: Progress | None = None) -> Transfer:
-        """Go on from the verified chunks, from any peer that has the state, once this has failed or was cancelled.
+        """Continue from the verified chunks, from any peer that has the state, once this has failed or was cancelled.
 
-        :raises InvalidInput: it has not failed, was not begun as ``resumable``, was closed, or goes on already.
+        :raises InvalidInput: it has not failed, was not begun as ``resumable``, was closed, or was resumed already.
         :raises Disconnected: the peer is gone (NotFound, Unavailable: it does not have the state); try another.
         """
         with self._lock:
@@ -165,7 +171,7 @@ class Transfer:
             raise
 
     def close(self) -> None:
-        """Give it up if it is under way, and let go of what it kept; idempotent, and nothing once it is done or goes on elsewhere."""
+        """Give the transfer up if it is under way, and release what it kept. Idempotent; does nothing once it is done or was resumed."""
         if self._result is None and self._error is None:
             self._is_given_up = True
             self.cancel()
@@ -224,7 +230,7 @@ class Transfer:
         return self._result
 
     def _finish_given_up(self) -> None:
-        """Let go of what came; ``error`` says what that means, the caller gets what interrupted it."""
+        """Release what came; ``error`` is set to the meaning of that, and the caller gets what interrupted it."""
         self._is_kept = False
         with suppress(DatastatesError):
             self._finish()

@@ -1,4 +1,4 @@
-"""Where the chunks of a clone land: in live objects, or in the memory tier of a repository."""
+"""The places where the chunks of a clone land: live objects, or the memory tier of a repository."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory on a device in which chunks are checked: whole as they came, digested there, and copied from there to where they belong."""
+"""Memory on a device in which chunks are checked: each arrives whole, is digested there, and is copied from there to its places."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = ["Desk", "Desks", "desks_of", "wholly_on"]
 _logger = logging.getLogger(__name__)
 
 _MOST_LAUNCHES = 16
-"""More take longer than the host: without Triton's kernels it checks all chunks."""
+"""More launches take longer than the host: without Triton's kernels the host checks all chunks."""
 
 
 class Desk:
@@ -35,7 +35,7 @@ class Desk:
         self._digesters: dict[int, tuple[Digester, torch.Tensor]] = {}
 
     def digester(self, length: int) -> tuple[Digester, torch.Tensor]:
-        """What digests a chunk of so many bytes that lies here, and memory of the host for what it finds."""
+        """The digester for a chunk of this length that lies here, and host memory for its result."""
         found = self._digesters.get(length)
         if found is None:
             here = devices().pinned((1, 8), torch.int64)
@@ -43,14 +43,14 @@ class Desk:
         return found
 
     def can_digest(self, length: int) -> bool:
-        """Whether the device can digest a chunk of so many bytes that lies here, in as few launches as are worth it."""
+        """Whether the device can digest a chunk of this length that lies here, in few enough launches to be worth it."""
         return can_digest(length, [(0, self.memory[:length])]) and self.digester(length)[0].launches <= _MOST_LAUNCHES
 
 
 class Desks:
     """At most ``count`` desks on the device of ``like``, made when they are first needed. Safe from any thread.
 
-    All that is queued on them here goes to one stream, that of ``unloading``: a desk may be given back while copies from it are to come.
+    All work on them is queued on one stream, that of ``unloading``, so a desk may be given back while copies from it are still to come.
     """
 
     def __init__(self, like: torch.Tensor, unloading: Unloading, count: int) -> None:
@@ -62,7 +62,7 @@ class Desks:
         self._lock = threading.Lock()
 
     def take(self, length: int) -> Desk | None:
-        """A desk for a chunk of so many bytes; None when all are in use, or the host had better check it."""
+        """A desk for a chunk of this length; None if all are in use, or the host should check the chunk."""
         with self._lock:
             if self._is_given_up or not self._is_worth.get(length, True) or not (self._free or self._left):
                 return None
@@ -84,21 +84,21 @@ class Desks:
         return None
 
     def give(self, desk: Desk) -> None:
-        """A desk that was taken is free again."""
+        """Take back a desk that was taken."""
         with self._lock:
             self._free.append(desk)
 
     def ready(self) -> Mark:
-        """The point behind which others than this may write to the desks that are taken now."""
+        """The point behind which other streams may write to the desks that are taken now."""
         return devices().mark(self._stream)
 
     def bring(self, desk: Desk, data: torch.Tensor) -> None:
-        """Begin to copy a chunk from pinned memory, which is free again after ``is_right``."""
+        """Begin to copy a chunk from pinned memory; that memory is free again after ``is_right``."""
         with devices().on(self._stream):
             desk.memory[: data.numel()].copy_(data, non_blocking=True)
 
     def is_right(self, desk: Desk, length: int, digest: bytes) -> bool:
-        """Whether a chunk that lies on a desk has this digest. The host waits for 64 bytes; a wrong chunk it looks at itself."""
+        """Whether a chunk that lies on a desk has this digest. The host waits for 64 bytes, and checks a wrong chunk itself."""
         found: bytes | None = None
         try:
             found = self._digest(desk, length)
@@ -115,7 +115,7 @@ class Desks:
         return is_right
 
     def put(self, desk: Desk, pieces: Sequence[Piece]) -> None:
-        """Begin to copy a chunk that is right to where it belongs."""
+        """Begin to copy a chunk with the right digest to its places."""
         for piece in pieces:
             assert piece.home is not None, "all of it belongs on the device"
             self._unloading.put(piece.home[piece.start : piece.start + piece.length], desk.memory[piece.offset :][: piece.length])
@@ -136,7 +136,7 @@ class Desks:
 
 
 def desks_of(homes: Mapping[int, Home], unloading: Unloading, count: int) -> dict[torch.device, Desks]:
-    """The desks of each device that something lands on."""
+    """The desks of each device on which something lands."""
     found: dict[torch.device, Desks] = {}
     for home in homes.values():
         if devices().is_on(home.flat) and devices().of(home.flat) not in found:
@@ -145,7 +145,7 @@ def desks_of(homes: Mapping[int, Home], unloading: Unloading, count: int) -> dic
 
 
 def wholly_on(segments: Sequence[Segment]) -> torch.device | None:
-    """The one device where all that is wanted of a chunk belongs."""
+    """The one device to which everything wanted of a chunk belongs; None if there is no such device."""
     pieces = [piece for segment in segments for piece in segment.pieces]
     if any(piece.home is None or not devices().is_on(piece.home) for piece in pieces):
         return None

@@ -1,4 +1,4 @@
-"""A clone into live objects: by a shadow, which is written at the end, or in place."""
+"""A clone into live objects: through a shadow that is written at the end, or in place."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ __all__ = ["ObjectsSink"]
 
 @dataclass(slots=True)
 class _Arriving:
-    """A chunk on its way: where its segments are received, the scratch buffer that some of them are in, and the desk that it comes to."""
+    """A chunk on its way: where its segments are received, the scratch buffer that holds some of them, and the desk to which it comes."""
 
     memory: list[memoryview]
     scratch: torch.Tensor | None
@@ -47,7 +47,7 @@ class _Arriving:
 
 
 class SinkOptions(TypedDict, total=False):
-    """What an ``ObjectsSink`` takes beside the state and the objects; see there."""
+    """The other options of an ``ObjectsSink``; see there."""
 
     only: str | Sequence[str] | None
     strict: bool
@@ -61,15 +61,15 @@ class SinkOptions(TypedDict, total=False):
 class ObjectsSink:
     """Receives a state into ``objects``. Made, committed and closed on the thread that owns them; misfits are refused when it is made.
 
-    With ``atomic`` nothing of the objects is touched before ``commit``. Without, large tensors are received where they belong: from
+    With ``atomic``, nothing in the objects is touched before ``commit``. Without it, large tensors are received in place: from
     the beginning until ``commit`` the objects are dirty, or until ``close`` if no buffer was handed out. ``only`` and ``strict`` are
     as in ``restore_into``.
-    ``skip_equal`` leaves out chunks that the objects hold already (not with ``atomic``); ``keep`` keeps every accepted chunk for
-    ``pieces`` until ``close``. ``scratch`` is how many chunks may be on their way that cannot be received in place. ``shadows``
-    keep the memory of one clone for the next.
+    ``skip_equal`` leaves out chunks that the objects hold already (not with ``atomic``). ``keep`` keeps every accepted chunk for
+    ``pieces`` until ``close``. ``scratch`` is the number of chunks that may be on their way and cannot be received in place. ``shadows``
+    keeps the memory of one clone for the next.
 
     :raises InvalidInput: the state does not fit the objects.
-    :raises Corrupt: the manifest's tree is none of named objects.
+    :raises Corrupt: the manifest's tree is not one of named objects.
     """
 
     @values.unpacks(SinkOptions, only=None, strict=True, atomic=True, skip_equal=False, keep=False, scratch=16, shadows=None)
@@ -109,7 +109,7 @@ class ObjectsSink:
     # --- the transfer: any thread -----------------------------------------------------------------------------------------
 
     def missing(self) -> Sequence[int]:
-        """The chunks that hold something of what is wanted, and were not accepted and are not on their way."""
+        """The chunks that hold something that is wanted, and were neither accepted nor are on their way."""
         with self._lock:
             return list(self._missing)
 
@@ -131,7 +131,7 @@ class ObjectsSink:
         return memory
 
     def device_buffer(self, index: int) -> OnDevice | None:
-        """Where to receive a chunk on the one device where all of it belongs; None where ``buffers`` are better."""
+        """Where to receive a chunk on the one device to which all of it belongs; None if ``buffers`` is better."""
         self._check_open(is_thorough=False)
         device = self._there.get(index)
         desk = None if device is None or self._keeps else self._desks[device].take(self.lengths[index])
@@ -144,7 +144,7 @@ class ObjectsSink:
         return OnDevice(desk.memory[: self.lengths[index]], self._desks[device].ready())
 
     def accept(self, index: int) -> bool:
-        """Check a chunk that was received, and put what was packed where it belongs."""
+        """Check a chunk that was received, and move packed bytes to their places."""
         with self._lock:
             arriving = self._arriving[index]
         digest = self.manifest.content.chunks[index].digest
@@ -158,11 +158,11 @@ class ObjectsSink:
         return is_right
 
     def forget(self, index: int) -> None:
-        """A chunk does not come."""
+        """Note that a chunk does not come."""
         self._settle(index, is_accepted=False)
 
     def pieces(self, index: int) -> Sequence[memoryview] | None:
-        """The bytes of an accepted chunk; None when they are not all kept. Valid until ``close``."""
+        """The bytes of an accepted chunk; None if they are not all kept. Valid until ``close``."""
         with self._lock:
             if index not in self._accepted or self._is_closed:
                 return None
@@ -172,15 +172,15 @@ class ObjectsSink:
 
     @property
     def is_dirty(self) -> bool:
-        """Whether the objects are half old, half new by this clone."""
+        """Whether this clone has left the objects half old, half new."""
         return self._is_touched and not self._is_committed and dirty.are_marked((home.live for home in self._homes.values()), self._token)
 
     def commit(self) -> RestoreReport:
-        """Put the state, whose chunks are all right, into the objects, which are whole and clean then.
+        """Put the state, whose chunks are all right, into the objects, which are then whole and clean.
 
         :raises Unavailable: chunks are missing; nothing is written.
         :raises Conflict: something else was written into the objects since the clone began.
-        :raises InvalidInput: the objects changed meanwhile and do not fit any more, or one refused its state: then they are dirty.
+        :raises InvalidInput: the objects changed meanwhile and no longer fit, or one refused its state: then they are dirty.
         """
         self._check_open(is_thorough=True)
         left = len(self._routes) - len(self._accepted)
@@ -208,7 +208,7 @@ class ObjectsSink:
         return report
 
     def close(self) -> None:
-        """Let go of the memory; ``pieces`` are not to be looked at any more. Idempotent. What was written to in part stays dirty."""
+        """Release the memory; do not look at ``pieces`` any more. Idempotent. Objects that were partly written stay dirty."""
         with self._lock:
             if self._is_closed:
                 return
@@ -249,7 +249,7 @@ class ObjectsSink:
         stretches.sort(key=lambda stretch: stretch.start)
         if not is_atomic:
             return route(self.lengths, stretches, self._shadow)
-        # As a whole: a chunk is received in one piece, what is not wanted of it too.
+        # Whole chunks: a chunk is received in one piece, including what is not wanted of it.
         touched = {index: None for each in stretches for index in _chunks_of(each.start, each.length)}
         return {index: (self._whole(index),) for index in touched}
 
@@ -277,7 +277,7 @@ class ObjectsSink:
             raise Conflict("something else was written to the objects that are cloned into: begin the clone again")
 
     def _accept_there(self, index: int, arriving: _Arriving, digest: bytes) -> bool | None:
-        """``accept`` on the one device where all of a chunk belongs; None where the host is to do it."""
+        """``accept`` on the one device to which all of a chunk belongs; None if the host has to do it."""
         device = self._there.get(index)
         if device is None or (arriving.scratch is None and arriving.desk is None):
             return None
@@ -317,7 +317,7 @@ class ObjectsSink:
         return found
 
     def _skip_equal(self) -> None:
-        """Take chunks for accepted whose bytes the objects hold."""
+        """Mark chunks whose bytes the objects already hold as accepted."""
         for index in list(self._missing):
             pieces = [piece for segment in self._routes[index] for piece in segment.pieces]
             held = [piece.home for piece in pieces if piece.home is not None and not devices().is_on(piece.home)]

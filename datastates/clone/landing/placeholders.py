@@ -1,4 +1,4 @@
-"""The tensors of a state before its bytes are there: over the memory that they will come into."""
+"""The tensors of a state before its bytes are there, over the memory into which the bytes will come."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ if TYPE_CHECKING:
 __all__ = ["gather", "givable", "holders", "placeholders", "tie"]
 
 _GIVEN_BYTES = 64 << 10
-"""Tensors from this size on that the objects do not have yet become part of them as they are, without a copy."""
+"""Tensors of at least this size that the objects do not have yet become part of them as they are, without a copy."""
 
 
 def holders(specs: Sequence[TensorSpec], wanted: Sequence[bool]) -> dict[int, None]:
-    """The indices of wanted tensors, and of those that they are tied to."""
+    """The indices of wanted tensors, and of those to which they are tied."""
     found = dict.fromkeys(index for index, is_wanted in enumerate(wanted) if is_wanted)
     found.update((alias, None) for index in list(found) if (alias := specs[index].alias) is not None)
     return found
 
 
 def placeholders(specs: Sequence[TensorSpec], wanted: Collection[int], shadow: Shadow) -> list[torch.Tensor | None]:
-    """Every wanted tensor, over memory that nobody has touched yet: of the shadow, or, for one of several shards, of its own."""
+    """Every wanted tensor, over untouched memory: of the shadow or, for a tensor of several shards, its own."""
     tensors = [_placeholder(spec, shadow) if spec.alias is None and index in wanted else None for index, spec in enumerate(specs)]
     tie(specs, tensors, wanted)
     return tensors
 
 
 def gather(specs: Sequence[TensorSpec], tensors: list[torch.Tensor | None], wanted: Collection[int], shadow: Shadow) -> None:
-    """Put each wanted tensor of several shards in its place, made of these, which came into the shadow."""
+    """Put in its place each wanted tensor of several shards, assembled from the shards in the shadow."""
     for index in wanted:
         if specs[index].alias is None and not is_whole(specs[index]):
             flat = assemble(specs[index], lambda shard: shadow.tensor(shard.start, shard.length))
@@ -49,7 +49,7 @@ def _placeholder(spec: TensorSpec, shadow: Shadow) -> torch.Tensor:
 
 
 def tie(specs: Sequence[TensorSpec], tensors: list[torch.Tensor | None], wanted: Collection[int]) -> None:
-    """Put the same tensor where tied ones are wanted."""
+    """Put the same tensor in every place where tied ones are wanted."""
     for index in wanted:
         alias = specs[index].alias
         if alias is not None:
@@ -59,7 +59,7 @@ def tie(specs: Sequence[TensorSpec], tensors: list[torch.Tensor | None], wanted:
 def givable(
     specs: Sequence[TensorSpec], tensors: Sequence[torch.Tensor | None], wanted: Collection[int], homes: Mapping[int, object]
 ) -> dict[int, Extent]:
-    """Placeholders that may become part of the objects, by id, and where they lie."""
+    """Placeholders that may become part of the objects, by id, with the places where they lie."""
     found = {}
     for index in wanted:
         spec, tensor = specs[index], tensors[index]

@@ -1,4 +1,4 @@
-"""How each chunk is received: which stretches of it straight where they belong, and which packed together, to be scattered."""
+"""How each chunk is received: which stretches go straight to their places, and which are packed together, to be scattered later."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 __all__ = ["DIRECT_BYTES", "Piece", "Segment", "Stretch", "route"]
 
 DIRECT_BYTES = 256 << 10
-"""From this size on a stretch is worth a message of its own."""
+"""From this size on, a stretch is worth a message of its own."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Stretch:
-    """A wanted tensor in the stream. ``home`` are the bytes of the live tensor, flat; None: it belongs into the shadow."""
+    """A wanted tensor in the stream. ``home`` is the bytes of the live tensor, flat; None: it belongs in the shadow."""
 
     start: int
     length: int
@@ -31,7 +31,7 @@ class Stretch:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Piece:
-    """Bytes of a chunk that belong together: to ``home`` from ``start`` on, or to that place of the shadow."""
+    """Bytes of a chunk that belong together: in ``home`` from ``start`` on, or at that place of the shadow."""
 
     offset: int
     length: int
@@ -46,7 +46,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Segment:
-    """The bytes of one message. ``memory`` is where they belong; None: they are received elsewhere, and ``pieces`` say what goes where."""
+    """The bytes of one message. ``memory`` is their place; None: they are received elsewhere, and ``pieces`` say what goes where."""
 
     offset: int
     length: int
@@ -55,7 +55,7 @@ class Segment:
 
 
 def route(lengths: Sequence[int], stretches: Sequence[Stretch], shadow: Shadow) -> dict[int, tuple[Segment, ...]]:
-    """The segments of every chunk that a stretch touches; ``stretches`` rise and do not overlap."""
+    """The segments of every chunk that a stretch touches; ``stretches`` are in ascending order and do not overlap."""
     pieces: dict[int, list[Piece]] = {}
     for stretch in stretches:
         for index, piece in _cut(stretch):
@@ -73,7 +73,7 @@ def _cut(stretch: Stretch) -> Iterator[tuple[int, Piece]]:
 
 
 def _append(pieces: list[Piece], piece: Piece) -> None:
-    """Append a segment; what goes into the shadow side by side is one piece."""
+    """Append a piece; pieces that lie side by side in the shadow become one."""
     last = pieces[-1] if pieces else None
     if last is not None and last.home is None is piece.home and last.offset + last.length == piece.offset:
         pieces[-1] = Piece(last.offset, last.length + piece.length, None, last.start)

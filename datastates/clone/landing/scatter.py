@@ -1,4 +1,4 @@
-"""Putting what came packed together where it belongs, once its digest was right."""
+"""Moving bytes that came packed together to their places, once their digest was right."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ __all__ = ["scatter"]
 def scatter(
     segments: Sequence[Segment], memory: Sequence[memoryview], shadow: Shadow, unloading: Unloading, *, is_in_shadow: bool
 ) -> Sequence[Mark]:
-    """``memory`` is where each segment was received; ``is_in_shadow``: packed ones came to where they stand in the stream.
+    """Begin to move the bytes. ``memory`` is where each segment was received; ``is_in_shadow``: packed ones came to their place in the
+    stream.
 
-    The memory is read until the marks are reached that this returns.
+    The memory is read until the returned marks are reached.
     """
     written: list[torch.Tensor] = []
     for segment, received in zip(segments, memory, strict=True):

@@ -1,4 +1,4 @@
-"""A few buffers of a chunk each, used again and again, for what cannot be received where it belongs."""
+"""A few reusable buffers of one chunk each, for bytes that cannot be received in place."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Scratch"]
 
 
 class Scratch:
-    """At most ``count`` buffers, made when first needed; ``is_pinned``: what lands goes on to a device."""
+    """At most ``count`` buffers, made when first needed; ``is_pinned``: their contents go on to a device."""
 
     def __init__(self, count: int, *, is_pinned: bool = False) -> None:
         self._left, self._free = count, list[tuple[torch.Tensor, Sequence[Mark]]]()
@@ -22,7 +22,7 @@ class Scratch:
         self._lock = threading.Lock()
 
     def take(self) -> torch.Tensor | None:
-        """A buffer of ``CHUNK_BYTES``; None when all are in use. Waits where only devices use the last ones."""
+        """A buffer of ``CHUNK_BYTES``; None if all are in use. Waits if only devices still use the last ones."""
         with self._lock:
             ready = (index for index in reversed(range(len(self._free))) if all(mark.query() for mark in self._free[index][1]))
             index = next(ready, None)
@@ -41,6 +41,6 @@ class Scratch:
         return torch.empty(CHUNK_BYTES, dtype=torch.uint8, device="cpu")
 
     def give(self, buffer: torch.Tensor, marks: Sequence[Mark] = ()) -> None:
-        """A buffer that was taken is free again once these are reached."""
+        """Take back a buffer, which is free again once these marks are reached."""
         with self._lock:
             self._free.append((buffer, marks))

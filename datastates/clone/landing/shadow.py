@@ -1,4 +1,4 @@
-"""Memory for a state that is on its way: as large as its stream, and a page of it real only where something lands."""
+"""Memory for a state that is on its way: as large as its stream, with real pages only where something lands."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ Extent = tuple[int, int]
 
 
 class Shadow:
-    """Byte ``i`` of a stream lies at byte ``i`` of this. Memory goes once no view of it is left.
+    """Memory in which byte ``i`` of a stream lies at byte ``i``. It is freed once no view of it is left.
 
-    In huge pages where the kernel gives them: touched for the first time they cost a third of small ones, and a helper thread touches
-    them ahead of the transfer.
+    It uses huge pages if the kernel gives them: touching them for the first time costs a third of touching small ones, and a helper thread
+    touches them ahead of the transfer.
     """
 
     def __init__(self, chunk_count: int) -> None:
@@ -55,24 +55,24 @@ class Shadow:
         return self._view[start : start + length]
 
     def tensor(self, start: int, length: int) -> torch.Tensor:
-        """A stretch of it as flat ``uint8``, a storage of its own."""
+        """A stretch of it as flat ``uint8``, with a storage of its own."""
         return (
             torch.frombuffer(self.memory(start, length), dtype=torch.uint8) if length else torch.empty(0, dtype=torch.uint8, device="cpu")
         )
 
     def warm(self, extents: Sequence[Extent]) -> None:
-        """Begin to touch these stretches, in this order, on a thread of their own."""
+        """Begin to touch these stretches, in this order, on a separate thread."""
         if extents and self._helper is None:
             self._helper = threading.Thread(target=self._touch, args=(extents,), name="datastates-landing", daemon=True)
             self._helper.start()
 
     def reopen(self, chunk_count: int) -> bool:
-        """Begin anew with the pages that are there; False when it is too small."""
+        """Begin anew with the existing pages; False if there are too few."""
         self._is_closed = False
         return chunk_count * CHUNK_BYTES <= self._length
 
     def close(self, keep: Iterable[Extent] | None = None) -> None:
-        """Stop touching. With ``keep`` the pages of everything else are given back: nobody may look at them any more."""
+        """Stop touching. With ``keep``, the pages of everything else are given back, and nobody may look at them any more."""
         self._is_closed = True
         if self._helper is not None:
             self._helper.join()
@@ -97,30 +97,30 @@ class Shadow:
 
 
 class Shadows:
-    """Keeps the memory of the last clone for the next one: pages that were touched once take bytes many times as fast."""
+    """Keeps the memory of the last clone for the next one: pages that were touched before take bytes many times as fast."""
 
     def __init__(self) -> None:
         self._kept: Shadow | None = None
         self._lock = threading.Lock()
 
     def take(self, chunk_count: int) -> Shadow:
-        """A shadow of at least so many chunks, which holds anything."""
+        """A shadow of at least ``chunk_count`` chunks, with arbitrary contents."""
         with self._lock:
             kept, self._kept = self._kept, None
         return kept if kept is not None and kept.reopen(chunk_count) else Shadow(chunk_count)
 
     def give(self, shadow: Shadow) -> None:
-        """A closed shadow that nobody looks at any more is kept, and the one before it let go."""
+        """Keep a closed shadow that nobody looks at any more, and release the one before it."""
         with self._lock:
             self._kept = shadow
 
     def close(self) -> None:
-        """Let go of what is kept; idempotent."""
+        """Release the shadow that is kept; idempotent."""
         with self._lock:
             self._kept = None
 
 
 def _advise(address: int, length: int, advice: int) -> None:
-    """madvise without the interpreter's lock; where the kernel does not know the advice, pages are touched when they are written."""
+    """Call madvise without the interpreter's lock. If the kernel does not know the advice, pages are touched when they are written."""
     if sys.platform == "linux":
         _libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(length), advice)

@@ -30,12 +30,12 @@ _Key = tuple[bytes, int]
 
 
 class StateSink:
-    """Receives a state into ``memory``. To be made, adopted and abandoned on any thread but the loop's: they may wait.
+    """Receives a state into ``memory``. Make, adopt and abandon it on any thread but the loop's, because these may wait.
 
-    A sink that is lost, as an interrupt may lose it, gives everything back once nothing refers to it any more, a data plane for one.
+    A sink that is lost, for example to an interrupt, gives everything back once nothing (such as a data plane) refers to it any more.
 
-    ``acquire`` gives slots of ``arena``; it waits for room as a capture does, or raises OverBudget. ``party`` is whoever the
-    state comes from. Chunks in memory that are ours, or came from the same party, are used in place, and stay here; those that one
+    ``acquire`` returns slots of ``arena``; it waits for room as a capture does, or raises OverBudget. ``party`` is the sender of the
+    state. Chunks in memory that are ours, or came from the same party, are used in place, and stay here; chunks that one
     of ``relatives`` (uids of states that are ours or the party's) has on ``lender`` are read from there. Each other distinct chunk is
     asked for once.
 
@@ -88,10 +88,10 @@ class StateSink:
                 self.abandon()
                 raise
         self.bytes_missing = sum(self.lengths[index] for index in self._missing)
-        """What is to be moved in all; the rest was here."""
+        """The bytes that have to move in all; the rest was here."""
 
     def missing(self) -> Sequence[int]:
-        """One chunk for each digest that is not here and not on its way."""
+        """One chunk for each digest that is neither here nor on its way."""
         with self._lock:
             return list(self._missing)
 
@@ -105,13 +105,13 @@ class StateSink:
         return [self._slot(index)]
 
     def accept(self, index: int) -> bool:
-        """Check a chunk where it was received."""
+        """Check a chunk in the slot where it was received."""
         is_right = chunk_digest(self._slot(index)) == self.manifest.content.chunks[index].digest
         self._settle(index, is_accepted=is_right)
         return is_right
 
     def forget(self, index: int) -> None:
-        """A chunk does not come."""
+        """Note that a chunk does not come."""
         self._settle(index, is_accepted=False)
 
     def pieces(self, index: int) -> Sequence[memoryview] | None:
@@ -121,7 +121,7 @@ class StateSink:
             return None if self._is_ended or key in self._pending else [self._slot(index).toreadonly()]
 
     def adopt(self) -> Placed:
-        """Make the state, whose chunks are all here, one of the memory tier's. What it did not take is given back by ``abandon``.
+        """Make the state, whose chunks are all here, one of the memory tier's. ``abandon`` gives back what the tier did not take.
 
         :raises Unavailable: chunks are missing.
         :raises Conflict: a state of the same uid and another content is there.
@@ -136,7 +136,7 @@ class StateSink:
         return placed
 
     def abandon(self) -> None:
-        """Give everything back; nobody writes to a buffer any more. Idempotent, and nothing after ``adopt``."""
+        """Give everything back; nobody writes to a buffer any more. Idempotent; does nothing after ``adopt``."""
         with self._lock:
             if self._is_ended:
                 return
@@ -150,7 +150,7 @@ class StateSink:
         return dict(zip(keys, slots, strict=True))
 
     def _read(self, lender: Tier, relatives: Iterable[str], first: dict[_Key, int]) -> None:
-        """Take what relatives have on disk; what cannot be read is asked for."""
+        """Copy chunks that relatives have on disk; chunks that cannot be read are asked for."""
         for uid in relatives:
             if not self._missing:
                 return
@@ -189,7 +189,7 @@ class StateSink:
 
 
 def _give_back(memory: CaptureTier, arena: Arena, held: dict[_Key, Held], slots: dict[_Key, int]) -> None:
-    """Once: what was given back, or adopted, is in neither any more."""
+    """Give back chunks and slots once: what was given back, or adopted, is in neither any more."""
     with undisturbed():
         memory.let_go(held.values())
         held.clear()

@@ -1,4 +1,4 @@
-"""Copies from host memory to live tensors on devices: after what their owner queued, and before what the owner queues next."""
+"""Copies from host memory to live tensors on devices: after everything that their owner queued, and before what the owner queues next."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ __all__ = ["Unloading"]
 
 
 class Unloading:
-    """A stream for each device that something lands on. Made and joined on the thread that owns the tensors, which are to stay alive.
+    """A stream for each device on which something lands. Made and joined on the thread that owns the tensors, which must stay alive.
 
-    Memory that a copy reads stays as it is until a mark that was made after the copy is reached.
+    Do not change memory that a copy reads until a mark that was made after the copy is reached.
     """
 
     def __init__(self, homes: Iterable[torch.Tensor]) -> None:
@@ -26,22 +26,22 @@ class Unloading:
             devices().wait(side, devices().mark(devices().current(device)))
 
     def stream(self, device: torch.device) -> Stream:
-        """The stream of a device that something lands on; before ``join``."""
+        """The stream of a device on which something lands; valid before ``join``."""
         return self._streams[device]
 
     def put(self, home: torch.Tensor, source: torch.Tensor) -> None:
-        """Begin to copy; on any thread. The host waits where ``source`` is not pinned."""
+        """Begin to copy; on any thread. The host waits if ``source`` is not pinned."""
         with devices().on(self._streams[devices().of(home)]):
             home.copy_(source, non_blocking=True)
 
     def marks(self, homes: Iterable[torch.Tensor]) -> Sequence[Mark]:
-        """The points behind the copies so far into these."""
+        """The points behind the copies into these tensors so far."""
         return [devices().mark(self._streams[device]) for device in dict.fromkeys(map(devices().of, homes))]
 
     def join(self) -> None:
-        """Everything is where it belongs, for whoever owns it; idempotent."""
+        """Make every copy visible to the owner of the tensors; idempotent."""
         while self._streams:
             device, side = self._streams.popitem()
             mark = devices().mark(side)
             devices().wait(devices().current(device), mark)
-            mark.synchronize()  # the host waits once a clone: what was copied from is given away after this
+            mark.synchronize()  # the host waits once for each clone: the source of the copies is given away after this

@@ -26,7 +26,7 @@ _SOURCE = "the manifest that the peer sent"
 
 _SPARE_BYTES = 1 << 30
 _SPARE_TIMES = 64
-"""Tied and expanded tensors may come to so much more than the bytes that are stored: a copy of each is made where nothing ties them."""
+"""How many times the stored bytes tied and expanded tensors may come to, because each is copied if nothing ties them."""
 
 _SPARE_CHARACTERS = 16 << 20
 _INDEX_CHARACTERS = 4
@@ -37,8 +37,9 @@ _FOREIGN = (TypeError, ValueError, LookupError, ArithmeticError, AttributeError,
 @dataclass(frozen=True, slots=True, eq=False)
 class CheckedManifest:
     """A manifest from outside that can be relied on, and its decoded parts: every tensor lies inside the stream, apart from others, under
-    one path. Made by ``read_manifest``, ``check_manifest`` and ``join_parts`` alone, so that whoever is given one checks nothing again.
-    ``parts`` are the manifests, by rank, that a state of several ranks was joined of."""
+    one path. Only ``read_manifest``, ``check_manifest`` and ``join_parts`` make one, so that a function that is given one checks nothing
+    again. ``parts`` are the manifests, by rank, from which a state of several ranks was joined.
+    """
 
     manifest: Manifest
     specs: tuple[TensorSpec, ...]
@@ -53,19 +54,19 @@ class CheckedManifest:
 
 
 def read_manifest(raw: bytes | memoryview, *, source: str) -> CheckedManifest:
-    """The manifest in what a peer sent; ``source`` says in errors whose it is.
+    """The manifest in what a peer sent; errors name its ``source``.
 
     :raises Corrupt: a byte is wrong or missing, or it contradicts itself.
     :raises PeerFault: as ``check_manifest``.
-    :raises Unavailable: it has a dtype, or is of a version, that is not known here.
+    :raises Unavailable: it has a dtype, or a version, that is not known here.
     """
     return check_manifest(decode_sound(raw, source=source))
 
 
 def check_manifest(sound: Sound) -> CheckedManifest:
-    """What a manifest that agrees with itself must be as well when others have made it.
+    """Check what a consistent manifest must also fulfil if others have made it.
 
-    :raises Corrupt: its tensors overlap, or its tree has others.
+    :raises Corrupt: its tensors overlap, or its tree has other tensors.
     :raises PeerFault: it asks for far more memory than it brings bytes, or is one part of a state of several ranks.
     """
     with distrusting():
@@ -89,9 +90,9 @@ def read_part(raw: bytes | memoryview, uid: str, rank: int, size: int, *, source
 
 
 def join_parts(parts: Sequence[Manifest], *, rank: int = 0) -> CheckedManifest:
-    """The whole state, from the manifests that ``read_part`` gave of all its parts, by rank. Values are those of ``rank``.
+    """The whole state, from the manifests of all its parts by rank, as ``read_part`` returned them. Values are those of ``rank``.
 
-    :raises Corrupt: they are not the parts of one state, or what they make is none.
+    :raises Corrupt: they are not the parts of one state, or do not make a state together.
     :raises PeerFault: as ``check_manifest``.
     """
     with distrusting():
@@ -112,9 +113,9 @@ def _checked(manifest: Manifest, specs: tuple[TensorSpec, ...]) -> CheckedManife
 
 @contextmanager
 def distrusting() -> Iterator[None]:
-    """Blame the peer for the errors that its bytes cause in our own code.
+    """Blame the peer for errors that its bytes cause in our own code.
 
-    :raises Corrupt: instead of anything that is no error of our tree.
+    :raises Corrupt: instead of any error that is not one of our own classes.
     """
     try:
         yield
@@ -125,7 +126,7 @@ def distrusting() -> Iterator[None]:
 
 
 def _check_paths(specs: Sequence[TensorSpec], skeleton: Skeleton) -> None:
-    """One path at a time: all of them may take a thousand times the bytes of the manifest, of which the specs are part."""
+    """Check one path at a time: all of them may take a thousand times the bytes of the manifest, of which the specs are part."""
     tensors = (path for path, node in zip(paths(skeleton.nodes), skeleton.nodes, strict=False) if node == TENSOR)
     for number, (spec, path) in enumerate(zip_longest(specs, tensors)):
         if spec is None or spec.path != path:
@@ -133,7 +134,7 @@ def _check_paths(specs: Sequence[TensorSpec], skeleton: Skeleton) -> None:
 
 
 def _check_spread(content: Content, skeleton: Skeleton, values: Sequence[Packed]) -> None:
-    """Bound the work of paths: each leaf names its path, and a key of a dict is in the path of everything below it."""
+    """Bound the work for paths: each leaf names its path, and a key of a dict is in the path of everything below it."""
     most = _SPARE_CHARACTERS + _SPARE_TIMES * (len(bytes(content.skeleton)) + len(bytes(content.values)))
     total, following = 0, iter(values)
     for node, length in zip(skeleton.nodes, path_lengths(skeleton.nodes), strict=False):
@@ -143,7 +144,7 @@ def _check_spread(content: Content, skeleton: Skeleton, values: Sequence[Packed]
 
 
 def _spread(packed: Packed, length: int, depth: int = 0) -> int:
-    """The characters of the paths of all that a value holds, about."""
+    """The approximate number of characters in the paths of everything that a value holds."""
     match packed:
         case list() if depth > MAX_DEPTH:
             raise Corrupt(f"{_SOURCE} has a value that is nested more than {MAX_DEPTH} deep")
@@ -157,12 +158,12 @@ def _spread(packed: Packed, length: int, depth: int = 0) -> int:
 
 
 def _width(key: Packed) -> int:
-    """At least as many characters as a key takes in a path."""
+    """At least the number of characters that a key takes in a path."""
     return len(key) if isinstance(key, str) else len(str(key))
 
 
 def _check_shards(specs: Sequence[TensorSpec]) -> None:
-    """Check that no shard overlaps another in the stream. That the shards of a tensor make it up, ``check`` has found."""
+    """Check that no shard overlaps another in the stream. ``check`` has already found that the shards of a tensor make it up."""
     stretches = [(shard.start, shard.length) for spec in specs for shard in spec.shards if shard.length]
     stretches.sort()
     for (start, length), (following, _) in pairwise(stretches):
