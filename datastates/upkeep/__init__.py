@@ -1,1 +1,1 @@
-"""What can still be had of a lineage, and dropping the bytes of states."""
+"""Checks, repair and retention: what can still be read of a lineage, and dropping the bytes of states."""

@@ -1,7 +1,7 @@
-"""Reading everything that a folder of packs holds for this lineage: every byte once, on several threads, and what is wrong with it by name.
+"""Reads everything that a folder of packs holds for this lineage: every byte once, on several threads, and reports what is damaged by name.
 
-Files are read in the order of the uids in their names, so that a check that was ended goes on behind the last state that it finished. A
-stretch that several states share is read once, and named for each of them if it is damaged.
+Files are read in the order of the uids in their names, so that a check that was ended continues behind the last state that it finished. A
+stretch that several states share is read once, and reported for each of them if it is damaged.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from datastates.system.interrupts import checkpoint
 __all__ = ["Damage", "Limits", "VerifyReport", "check_all"]
 
 _PIECE = 16
-"""So many chunks, 64 MiB at most, are one thread's at a time."""
+"""One thread reads this many chunks at a time, 64 MiB at most."""
 
 _MOST_THREADS = 4
 
@@ -50,12 +50,12 @@ class Damage:
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """What a check of everything found. ``states`` counts those of which a manifest was read, ``bytes`` those of payload.
+    """What a check of everything found. ``states`` counts the states of which a manifest was read, ``bytes`` the payload that was read.
 
-    ``unread`` is what may be sound and cannot be read here: manifests of a newer version, files that are forbidden, or no files; and what
-    of the chronicle is damaged, by which the lineage would be rebuilt.
-    ``mark`` is the uid to go on from (``since``) where it was ended before it was through; None where it was. ``partial`` is what waits for
-    parts of other ranks, for people: such states are in the lineage once they are whole, and cannot be restored before.
+    ``unread`` is what may be sound but cannot be read here: manifests of a newer version, files without permission, things that are not
+    files; and damaged parts of the chronicle, from which the lineage would be rebuilt. ``mark`` is the uid to continue from (``since``) if
+    the check was ended early; None if it finished. ``partial`` says in words what waits for parts of other ranks: such states enter the
+    lineage once they are whole, and cannot be restored before.
     """
 
     states: int
@@ -67,13 +67,13 @@ class VerifyReport:
 
     @property
     def hurt(self) -> tuple[str, ...]:
-        """The uids of the states that are damaged, each once."""
+        """The uids of the damaged states, each once."""
         return tuple(dict.fromkeys(each.state for each in self.damage))
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Where a check begins, and how long it may take; ``threads`` None: as many as there are cores, four at most."""
+    """Where a check begins, and how long it may take; ``threads`` None: as many as there are cores, at most four."""
 
     since: str | None = None
     limit_s: float | None = None
@@ -96,7 +96,7 @@ def check_all(
 
 @dataclass(slots=True)
 class _Task:
-    """A state that is being read: its pieces, of which each gives what is wrong."""
+    """A state that is being read, as pieces that each return what is wrong."""
 
     uid: str
     rank: int
@@ -120,7 +120,7 @@ class _Run:
         self._states, self._counted = 0, ""
 
     def run(self) -> VerifyReport:
-        """Every state of the folder, and every one that the lineage says is here."""
+        """Check every state of the folder, and every state that the lineage says is here."""
         until = None if self._limits.limit_s is None else time.monotonic() + self._limits.limit_s
         threads = self._limits.threads or min(_MOST_THREADS, os.cpu_count() or 1)
         waiting: deque[_Task] = deque()
@@ -147,7 +147,7 @@ class _Run:
         return VerifyReport(self._states, self._done, tuple(self._damage), tuple(self._unread), mark, partial)
 
     def _names(self) -> Iterator[tuple[str, int]]:
-        """The state and rank of each manifest that is here, or is to be, by uid."""
+        """The state and rank of each manifest that is here, or should be, by uid."""
         core, tier = self._core, self._tier
         with core.database.read() as session:
             said = held_on(session, tier=tier.name, node=core.home.uid or "")
@@ -183,7 +183,7 @@ class _Run:
         return task
 
     def _compare(self, task: _Task, manifest: Manifest) -> None:
-        """The lineage says which state it is, and of a state of several parts which part."""
+        """Compare the manifest with the lineage, which knows the state's digest, and for a state of several parts the part's."""
         with self._core.database.read() as session:
             if manifest.origin.world_size > 1:
                 digest = part_digest(session, task.uid, task.rank)
@@ -199,7 +199,7 @@ class _Run:
             return bool(held(session, [uid], tier=self._tier.name, node=core.home.uid or ""))
 
     def _read(self, uid: str, rank: int, chunks: list[int]) -> list[Damage]:
-        """Runs on a thread of the pool."""
+        """Read some chunks; runs on a thread of the pool."""
         found: list[Damage] = []
         try:
             reader = self._tier.open_part(uid, rank, verify=True)
@@ -222,7 +222,7 @@ class _Run:
         return found
 
     def _finish(self, waiting: deque[_Task], most: int) -> None:
-        """Wait for the first states until so many wait."""
+        """Finish the first states until at most ``most`` wait."""
         while len(waiting) > most:
             task = waiting.popleft()
             for piece in task.pieces:
@@ -234,7 +234,7 @@ class _Run:
             self._mark(task.uid)
 
     def _of_shared(self, task: _Task) -> Iterator[Damage]:
-        """What is wrong with chunks that an earlier state shares, whose turn to be read it was; it may have been removed meanwhile."""
+        """The damage in chunks that an earlier state shares and had to read first; that state may have been removed meanwhile."""
         for index, place in task.shared:
             if place not in self._read_already:
                 yield from self._read(task.uid, task.rank, [index])
@@ -249,7 +249,7 @@ def _tensors(manifest: Manifest, index: int) -> tuple[str, ...]:
 
 
 def _damaged_chronicles(core: Core) -> list[str]:
-    """What is wrong with what the folder was told of its lineages."""
+    """The damage in the folder's chronicles of its lineages."""
     try:
         found = chronicles(core.location.packs)
     except Unavailable as exc:

@@ -1,7 +1,7 @@
-"""A state into live objects without memory of its own for it: large tensors are put where they live, straight from the tier.
+"""Restores a state into live objects without extra memory for it: large tensors go straight from the tier to their places.
 
-Everything is read and checked before the first byte of a live tensor changes. What lies in a file is read twice for that, which takes less
-time than one copy into memory that was never touched. The file may change between the two: so each chunk is checked again on its way.
+Everything is read and checked before the first byte of a live tensor changes. Data in a file is read twice for that, which takes less
+time than one copy into memory that was never touched. The file may change between the two reads, so each chunk is checked again on its way.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from .spreading import Boxes, has_spread
 __all__ = ["restore_from"]
 
 _WORTH_BYTES = 8 << 20
-"""Less is read in no time, and copied."""
+"""Fewer bytes are read quickly enough to be copied."""
 
 
 def restore_from(
@@ -50,11 +50,11 @@ def restore_from(
     meeting: Meeting | None = None,
     near: Sequence[Snapshot] = (),
 ) -> RestoreReport:
-    """``restore_into`` with the state that is open. ``own``: what ranks have of their own is to be divided among others.
+    """``restore_into`` with the state that is open. ``own``: the ranks' own things have to be divided among other ranks.
 
-    ``near`` are its snapshots: what lies on their devices is copied from there, in the order of the current streams.
+    ``near`` are the state's snapshots: data on their devices is copied from there, in the order of the current streams.
 
-    ``meeting``: all its ranks do this at once, each with its objects, and the reader is a ``SharedReader``. None writes before all can.
+    ``meeting``: all its ranks do this at once, each with its own objects, and the reader is a ``SharedReader``. None writes before all can.
 
     :raises InvalidInput: as ``restore_into``.
     :raises Corrupt: a chunk fails its digest. Nothing was changed, unless a file changed while it was read: then the message says so, and
@@ -113,9 +113,10 @@ class _Pour:
 
 
 def _homes(specs: Sequence[TensorSpec], tensors: Sequence[torch.Tensor | None], targets: Sequence[Target]) -> dict[int, Home]:
-    """The live tensors that stored ones are put into, by index.
+    """The live tensors that receive stored ones, by index.
 
-    What is not written into a tensor is handed over, or loaded, before these are filled: a stored tensor that is wanted so, too, has none.
+    Stored tensors that are not written into live ones are handed over, or loaded, before these are filled. So a stored tensor that is also
+    wanted in that way has no home.
     """
     index_of = {id(tensor): index for index, tensor in enumerate(tensors) if tensor is not None and _may_have_home(specs[index])}
     homes = live_homes(targets, index_of, specs)
@@ -126,7 +127,7 @@ def _homes(specs: Sequence[TensorSpec], tensors: Sequence[torch.Tensor | None], 
 
 
 def _copy(into: Mapping[str, object], copies: Sequence[tuple[Home, torch.Tensor]]) -> None:
-    """Copy where the tensors live."""
+    """Copy from the snapshots to the live tensors."""
     wait_for_copies(into)
     try:
         copy(([home.flat for home, _ in copies], [piece for _, piece in copies]))
@@ -136,7 +137,7 @@ def _copy(into: Mapping[str, object], copies: Sequence[tuple[Home, torch.Tensor]
 
 
 def _beside(live: torch.Tensor, near: Sequence[Snapshot], spec: TensorSpec) -> torch.Tensor | None:
-    """What is to be in a live tensor, where that lies on the same device."""
+    """The contents for a live tensor, if they lie on the same device."""
     piece = piece_of(near, spec) if near and devices().is_on(live) else None
     return piece if piece is not None and devices().of(piece) == devices().of(live) else None
 

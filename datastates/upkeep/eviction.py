@@ -1,4 +1,4 @@
-"""Dropping a state's bytes by hand: what is known of it stays, and every byte that another state needs."""
+"""Dropping a state's bytes by hand: its records stay, and so does every byte that another state needs."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ __all__ = ["evict"]
 
 
 def evict(core: Core, uid: str, *, is_forced: bool = False) -> int:
-    """Drop a state from this folder of packs and from this process's memory; the bytes set free there, which no other state needed.
+    """Drop a state from this folder of packs and from this process's memory; returns the bytes set free there, which no other state needed.
 
-    The lineage is told first: a crash in between leaves files that nobody asks for, never a state without its bytes, and a commit that
-    fails drops nothing. Other processes and folders keep theirs. ``is_forced`` drops a state that a ref names, or the newest
-    durable one behind a head that is in memory, but never all that can be restored of a branch, or could when processes have ended.
+    The lineage is told first. A crash in between leaves files that nobody asks for, never a state without its bytes; a commit that fails
+    drops nothing. Other processes and folders keep their bytes. ``is_forced`` drops a state that a ref names, or the newest durable one
+    behind a head that is in memory, but never the last state of a branch that can be restored, or could when processes have ended.
 
-    :raises Conflict: a ref or a training of this process counts on it.
+    :raises Conflict: a ref or a training of this process depends on it.
     :raises NotFound: there is no such state.
     """
     core.check_open()
@@ -33,7 +33,7 @@ def evict(core: Core, uid: str, *, is_forced: bool = False) -> int:
     with core.database.write(durable=True) as session:
         withdraw(session, uid, _places(core, session, uid), volatile=VOLATILE, is_forced=is_forced)
         if running is not None:
-            running.check_withdrawal(uid)  # the last that may refuse
+            running.check_withdrawal(uid)  # the last step that may refuse
     freed = 0 if running is None else running.withdraw(uid)
     return freed + core.tiers.durable.remove(uid)
 

@@ -1,7 +1,7 @@
-"""Making room in a folder of packs, beside whatever else goes on there: garbage goes, and what the lineage counts on stays.
+"""Making room in a folder of packs while other work goes on there: garbage is removed, and everything on which the lineage depends stays.
 
-The lineage says which states were given up, the manifests in the folder say which packs are needed. A state that is not in the lineage may
-be another lineage's, or newer than a database that was brought back from a copy: its files stay, and the report says so.
+The lineage says which states were given up, and the manifests in the folder say which packs are needed. A state that is not in the lineage
+may be another lineage's, or newer than a database that was restored from a copy: its files stay, and the report says so.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["GcReport", "gc"]
 
 _AT_ONCE = 16
-"""So many states are removed in one transaction, for which other writers wait."""
+"""How many states are removed in one transaction, for which other writers wait."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class GcReport:
     """What ``gc`` did, or with ``is_dry_run`` would do; sizes are in bytes.
 
     ``states`` are uids of states that the lineage gave up earlier, or does not know, and whose manifests were still there; ``temporaries``
-    are files that nobody writes any more, ``packs`` those that no state needs, ``rewritten`` packs most of whose bytes nobody needed.
+    are files that nobody writes any more, ``packs`` those that no state needs, ``rewritten`` packs in which most bytes were not needed.
     ``left`` says what stayed, and why.
     """
 
@@ -50,7 +50,7 @@ class GcReport:
 
     @property
     def bytes_freed(self) -> int:
-        """All of it together."""
+        """The bytes freed in all."""
         return self.bytes_temporaries + self.bytes_packs + self.bytes_rewritten
 
 
@@ -78,16 +78,16 @@ def gc(
 
 
 def _judged(core: Core, uids: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Those of the states in the folder that were given up, and those of which the lineage knows nothing."""
+    """The states in the folder that were given up, and those that the lineage does not know."""
     with core.database.read() as session:
         gone = given_up(session, uids, tier=core.tiers.durable.name, node=core.home.uid or "")
         return gone, unheard_of(session, uids)
 
 
 def _nobodys(core: Core, strangers: list[str]) -> list[str]:
-    """Those of which no other lineage of the folder has told, either.
+    """Those that no other lineage of the folder has recorded, either.
 
-    :raises Conflict: another process is at work here, and may yet tell of them.
+    :raises Conflict: another process is at work here, and may yet record them.
     """
     others = [run for run in held_in(core.location.packs) if run != core.run_uid]
     if others:
@@ -100,7 +100,7 @@ def _nobodys(core: Core, strangers: list[str]) -> list[str]:
 
 
 def _remove(core: Core, uids: Sequence[str], judged: Callable[[Session, Sequence[str]], list[str]]) -> list[str]:
-    """Delete the manifests of those that are still so judged, while nobody can bring them again; which."""
+    """Delete the manifests of states for which ``judged`` still holds, while nobody can bring them again; returns their uids."""
     removed = list[str]()
     for start in range(0, len(uids), _AT_ONCE):
         checkpoint()

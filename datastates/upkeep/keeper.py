@@ -1,8 +1,8 @@
-"""Retention beside a training: now and then, on a thread of its own, states lose their bytes that no policy keeps.
+"""Retention beside a training: now and then, on a separate thread, states that no policy keeps lose their bytes.
 
-A pass is made after states became durable, not sooner than ``LEAST_S`` after the one before, and seldom enough to take a fiftieth of the
-time at most; where only a bound is to hold, not before states have come near it. A disk that is full makes one begin at once. The training
-never waits for one, and no error of one reaches it: the log says it, and the next pass tries again.
+A pass runs after states became durable, at least ``LEAST_S`` after the one before, and seldom enough to take at most a fiftieth of the
+time. If only a bound has to hold, no pass runs before states have come near it. A full disk starts a pass at once. The training
+never waits for a pass, and no error of a pass reaches it: the error is logged, and the next pass tries again.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ _logger = logging.getLogger(__name__)
 _logger.addFilter(Seldom())
 
 LEAST_S = 10.0
-"""So long after a pass no other begins."""
+"""The least time between two passes, in seconds."""
 
 _SHARE = 50
-"""A pass that took a second is followed by so many seconds without one."""
+"""A pass that took a second is followed by this many seconds without one."""
 
 _ROOM = 20
-"""What is over the bound is thinned to a twentieth below it, so that not every state that comes makes another go."""
+"""States over the bound are thinned to a twentieth below it, so that not every new state makes another one go."""
 
 _BESIDE = 16 << 10
-"""About what a small state takes on disk beside its payload, until it is looked at."""
+"""The approximate size on disk of a small state beside its payload, until it is measured."""
 
 _LAST_S = 5.0
-"""So long the last pass takes at most, when the repository is closed, but for the batch that is under way then."""
+"""The most seconds that the last pass takes when the repository is closed, apart from the batch that is under way then."""
 
 _PATIENCE_S = 20.0
-"""So long a pass is waited for at the end."""
+"""How many seconds the end waits for a pass."""
 
 
 def keep(core: Core, branch: str, asked: Retention | None) -> None:
@@ -62,8 +62,8 @@ def keep(core: Core, branch: str, asked: Retention | None) -> None:
 
 
 def beside(told: Mapping[str, Retention], configured: Retention, asked: Mapping[str, Retention | None]) -> Policies:
-    """What a process may apply by itself: to the branches that it trains what they ``asked`` for, or what is configured. States of others
-    go only for the bound on all, in the order of what their trainings told.
+    """What a process may apply by itself. Branches that it trains get what they ``asked`` for, or what is configured. States of other
+    branches are dropped only for the bound on all states, in the order of the policies that their trainings recorded.
     """
     own = {branch: replace(each, rules=(All(), *each.rules), bound=None) for branch, each in told.items()}
     own |= {branch: each or configured.bounded(None) for branch, each in asked.items()}
@@ -71,7 +71,7 @@ def beside(told: Mapping[str, Retention], configured: Retention, asked: Mapping[
 
 
 class Keeper:
-    """Applies retention for the trainings of one process. ``report`` is what the last pass did, ``error`` why it failed."""
+    """Applies retention for the trainings of one process. ``report`` is what the last pass did, ``error`` is why it failed."""
 
     def __init__(self, grounds: Grounds, configured: Retention) -> None:
         self._grounds = grounds
@@ -88,38 +88,38 @@ class Keeper:
 
     @property
     def said(self) -> str:
-        """The bound in words, where it was reckoned."""
+        """The bound in words, if it was computed."""
         bound = self.retention.bound
         return f"; when they take more than {bound} bytes, older ones are thinned" if isinstance(bound, int) else ""
 
     def follow(self, branch: str, asked: Retention | None) -> None:
-        """A training of this process begins on a branch, and asked for this."""
+        """Note that a training of this process begins on a branch, and what it asked for."""
         with self._lock:
             self._asked[branch] = asked
             self._is_choosing = any(_chooses(each or self.retention.bounded(None)) for each in self._asked.values())
 
     def on_durable(self, added: int) -> None:
-        """A state became durable; on the thread that wrote it."""
+        """Note that a state became durable; called on the thread that wrote it."""
         with self._lock:
             self._added += added + _BESIDE
             if self._is_due() and time.monotonic() >= self._next_at:
                 self._begin()
 
     def on_full(self) -> None:
-        """The disk is full: what is not to be kept goes now, so that the next attempt may find room; on the thread that wrote."""
+        """Begin a pass because the disk is full, so that the next attempt to write may find room; called on the thread that wrote."""
         with self._lock:
             if self._is_due():
                 self._begin()
 
     def _begin(self) -> None:
-        """Runs under the lock."""
+        """Begin a pass; runs under the lock."""
         if self._thread is None and not self._over.is_set():
             self._start(self._run)
 
     def _start(self, target: Callable[[], None]) -> None:
         thread = threading.Thread(target=target, name="datastates-retention", daemon=True)
         try:
-            with undisturbed():  # whoever ends this may wait for a thread that was started, and for no other
+            with undisturbed():  # a caller that ends this may wait only for a thread that was started
                 thread.start()
                 self._thread = thread
         except RuntimeError as exc:  # no more threads are allowed: the writer goes on
@@ -127,12 +127,12 @@ class Keeper:
             _logger.warning("states that retention does not keep stay on disk for now: %s", exc)
 
     def stop(self) -> None:
-        """Begin no further pass; one under way ends after its batch. A disk that stalls is not waited for."""
+        """Begin no further pass; one under way ends after its batch. Does not wait for a disk that stalls."""
         self._over.set()
         self._join()
 
     def finish(self) -> None:
-        """The last pass, when nothing is captured any more. A disk that stalls is not waited for."""
+        """Run the last pass, when nothing is captured any more. Does not wait for a disk that stalls."""
         if self._added and self._is_due() and self._thread is None:
             self._grounds = replace(self._grounds, host=None)
             since = time.monotonic()
@@ -175,7 +175,7 @@ class Keeper:
             )
 
     def _pass(self, is_over: Callable[[], bool]) -> Pruned | None:
-        """Look, decide and drop; None while another process prunes the folder."""
+        """Look, decide and drop; returns None while another process prunes the folder."""
         grounds = self._grounds
         with taking_turns(grounds.home.path, 0.0) as held:
             if held is None:
@@ -190,7 +190,7 @@ class Keeper:
             report = carry_out(grounds, held, found, policies, decide(found.facts, policies, time.time()), is_over=is_over)
         with self._lock:
             self._taken = report.bytes_after
-            if not is_over():  # else it may have been broken off, and is made up for by the last one
+            if not is_over():  # else it may have been broken off, and the last pass makes up for it
                 self._added = max(0, self._added - added)
         if report.dropped:
             kept = sum(report.kept.values())
@@ -202,5 +202,5 @@ class Keeper:
 
 
 def _chooses(policy: Retention) -> bool:
-    """Whether states may go that no bound asks for."""
+    """Whether states may be dropped although no bound requires it."""
     return policy.bound is not None or not any(isinstance(rule, All) for rule in policy.effective)

@@ -1,4 +1,4 @@
-"""Bringing a state back: as a tree, into live objects, or only to see that every byte of it is right."""
+"""Bringing a state back: as a tree, into live objects, or only to check every byte of it."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ __all__ = ["device_of", "load", "restore", "verify"]
 def device_of(value: object, what: str) -> torch.device:
     """A device of this machine.
 
-    :raises InvalidInput: it is none.
+    :raises InvalidInput: the value is not one.
     """
-    import torch  # whoever only looks at a lineage does without it
+    import torch  # code that only looks at a lineage does without torch
 
     try:
         return torch.empty(0, device=torch.device(value)).device  # type: ignore[call-overload]  # whatever is none raises
@@ -65,9 +65,9 @@ def restore(
     strict: bool,
     group: Group | None = None,
 ) -> RestoreReport:
-    """Put a state into live objects, once no copy of a training here reads them any more; see ``Repository.restore``.
+    """Put a state into live objects, once no copy for a capture here reads them any more; see ``Repository.restore``.
 
-    Those of all ranks of ``group`` at once, which is collective; without one, these alone.
+    With ``group``, into those of all its ranks at once, which is collective; without one, into these alone.
     """
     for training in list(core.trainings):
         training.fence()
@@ -82,7 +82,9 @@ def restore(
 def _restore_together(
     core: Core, state: State, into: Mapping[str, object], group: Group, *, only: str | Sequence[str] | None, strict: bool
 ) -> RestoreReport:
-    """Each rank of the group reads what it wants alone, and its share of what several want. If one fails all do, and none has written."""
+    """Restore on all ranks of the group: each reads what only it wants, and its share of the rest. If one fails, all fail and none has
+    written.
+    """
     own, meeting = Redivision(state.world_size, group.rank, group.size), Meeting(group, f"restore state {state.uid}")
     opened = partial(core.tiers.open_part, state, verify=core.config.verify)
     with meeting.united(), undisturbed(), naming_a_way_on(core, state), ExitStack() as stack:
@@ -91,7 +93,7 @@ def _restore_together(
 
 
 def verify(core: Core, state: State) -> None:
-    """Read every byte of a state, check it, and bind the state to what it holds; see ``Repository.verify``."""
+    """Read and check every byte of a state, and bind the state to its contents by a seal; see ``Repository.verify``."""
     with undisturbed(), core.open_payload(state, verify=True) as reader:
         chunks = SealedChunks(reader)
         chunks.check()

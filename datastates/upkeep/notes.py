@@ -1,4 +1,4 @@
-"""The door to a repository's notes: what people write of its states and branches."""
+"""The door to a repository's notes: what people write about its states and branches."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Notes"]
 
 
 class Notes:
-    """The notes of a repository, ``repo.notes``; iterating gives all of them, newest first.
+    """The notes of a repository, ``repo.notes``; iterating yields all of them, newest first.
 
     note = repo.notes.write("Diverges *after* the warm-up.", state="main")
     repo.notes.edit(note.uid, "Diverges after step 400.")
@@ -27,11 +27,11 @@ class Notes:
 
     @values.takes(text=values.text, branch=values.optional(values.text), author=values.optional(values.text))
     def write(self, text: str, *, state: str | State | None = None, branch: str | None = None, author: str | None = None) -> Note:
-        """Note something of a state or of a branch, in Markdown.
+        """Write a note about a state or a branch, in Markdown.
 
         :param text: at most 16,384 characters.
-        :param state: a revision; the note stays with that state, wherever a branch goes.
-        :param branch: a branch; it has its notes by its name.
+        :param state: a revision; the note stays with that state, wherever a branch moves.
+        :param branch: a branch; its notes are kept under its name.
         :param author: who wrote it; None: the user that this process runs as.
         :raises NotFound: there is no such state, or no such branch.
         """
@@ -58,7 +58,7 @@ class Notes:
 
     @values.takes(uid=values.text)
     def delete(self, uid: str) -> Note:
-        """Delete a note for good; it as it was.
+        """Delete a note for good; returns the note.
 
         :raises NotFound: there is no such note.
         """

@@ -1,4 +1,4 @@
-"""A lineage rebuilt from its folder of packs alone, for a database that is lost, damaged, or older than the folder."""
+"""Rebuilding a lineage from its folder of packs alone, for a database that is lost, damaged, or older than the folder."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ _TURN = ".reindexing"
 
 @dataclass(frozen=True, slots=True)
 class ReindexReport:
-    """What was rebuilt: the uid of the lineage, how many states, those whose bytes are here, branches, tags, notes, lines of reflogs,
-    records of clones, seals, variants of studies.
+    """What was rebuilt: the uid of the lineage, and how many states, states whose bytes are here, branches, tags, notes, lines of reflogs,
+    records of clones, seals, and variants of studies.
 
-    ``lacking`` says what the folder did not tell. ``replaced`` is where the database is now that was there before.
+    ``lacking`` says what the folder does not know. ``replaced`` is the new path of the database that was there before.
     """
 
     lineage: str
@@ -72,7 +72,7 @@ class ReindexReport:
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """A folder of packs, by its uid, and what it says."""
+    """A folder of packs, its uid, and its contents."""
 
     tier: DurableTier
     folder: str | None
@@ -97,18 +97,18 @@ def reindex(
 ) -> ReindexReport:
     """Rebuild the lineage of a repository from its folder of packs, where the database is lost, damaged, or older than the packs.
 
-    States, their ancestry, metrics, names, reflogs, notes, seals, studies, and where states were cloned from come back as the folder was
-    last told of them: ten seconds before a training was killed, or later. The bytes of states are not touched.
+    States, their ancestry, metrics, names, reflogs, notes, seals, studies, and the origins of cloned states come back as the folder last
+    recorded them: at most ten seconds before a training was killed. The bytes of states are not touched.
 
         datastates.open("old").close()
         print(datastates.reindex("old", replace=True).states)
 
-    :param url: as of ``open``; a database server's database must be empty.
-    :param packs: likewise.
+    :param url: as for ``open``; a database on a server must be empty.
+    :param packs: as for ``open``.
     :param lineage: the uid of the lineage, if the folder serves several.
-    :param replace: rebuild a lineage that is there; its file is kept beside the new one.
-    :param on_progress: called with how many states are recorded, and how many there are.
-    :raises Conflict: a lineage is there and is not to be replaced, or a process is at work in the folder, or has the lineage open.
+    :param replace: rebuild a lineage that exists; its file is kept beside the new one.
+    :param on_progress: called with how many states have been recorded, and how many there are.
+    :raises Conflict: a lineage exists and ``replace`` is false, or a process is at work in the folder, or has the lineage open.
     :raises NotFound: there is no folder of packs.
     """
     with undisturbed():
@@ -116,7 +116,7 @@ def reindex(
 
 
 def _rebuilt(location: Location, lineage: str | None, tell: Callable[[int, int], None], *, is_replacing: bool) -> ReindexReport:
-    """Nothing is at its place before all of it is."""
+    """Rebuild the lineage; nothing is put in its place before all of it is complete."""
     if not location.packs.is_dir():
         raise NotFound(f"there is no folder of packs at {location.packs}: name the repository's folder, or its packs")
     _check_unused(location)
@@ -152,7 +152,7 @@ def _rebuilt(location: Location, lineage: str | None, tell: Callable[[int, int],
 
 @contextmanager
 def _taking_turns(root: Path) -> Iterator[None]:
-    """Rebuild alone: whoever comes second would take the first one's half for what a dead process left."""
+    """Rebuild alone: a second process would take the half-finished work of the first for that of a dead process."""
     try:
         held = hold(root / _TURN)
     except OSError as exc:
@@ -170,7 +170,7 @@ def _in_use(path: Path) -> Conflict:
 
 
 def _stamps(path: Path) -> tuple[tuple[int, int, int] | None, ...]:
-    """By which a database is known again that nobody has written to."""
+    """The stamps by which a database that nobody has written to is recognized."""
     return tuple(map(_stamp, (path, Path(f"{path}-wal"))))
 
 
@@ -183,7 +183,7 @@ def _stamp(path: Path) -> tuple[int, int, int] | None:
 
 
 def _told_anew(report: ReindexReport, location: Location) -> ReindexReport:
-    """The chronicle goes on with the rows of this database: whoever tells it looks for the last ones by their ids."""
+    """Write the chronicle anew with the rows of this database, because later additions look up the last rows by their ids."""
     database = Database(location.database_url)
     try:
         tell_anew(database, location.packs)
@@ -195,7 +195,7 @@ def _told_anew(report: ReindexReport, location: Location) -> ReindexReport:
 
 
 def _check_unused(location: Location) -> None:
-    """Raise if a process is at work there: it would go on with the database that it has open."""
+    """Raise if a process is at work there: it would continue with the database that it has open."""
     for name in held_in(location.packs):
         raise Conflict(f"a training or a server goes on in {location.packs} (its lease is {name}): end it, then rebuild the lineage")
 
@@ -215,7 +215,7 @@ def _into(url: str, location: Location, lineage: str | None, tell: Callable[[int
 
 
 def _chosen(found: list[Chronicle], lineage: str | None) -> tuple[Chronicle | None, list[Chronicle]]:
-    """The chronicle of the lineage that is to be rebuilt, and the others."""
+    """The chronicle of the lineage to rebuild, and the others."""
     named = [each for each in found if lineage is None or each.lineage == lineage]
     if len(named) > 1:
         listed = ", ".join(f"{each.lineage} ({sum(len(entry.states) for entry in each.entries)} states)" for each in named)
@@ -227,7 +227,7 @@ def _chosen(found: list[Chronicle], lineage: str | None) -> tuple[Chronicle | No
 
 
 def _manifests(tier: DurableTier, others: list[Chronicle]) -> tuple[_Manifests, list[str]]:
-    """The manifests that no other lineage knows, and what is to be said of those that cannot be read."""
+    """The manifests that no other lineage knows, and a message for each one that cannot be read."""
     theirs = {state.uid for chronicle in others for entry in chronicle.entries for state in entry.states}
     found: _Manifests = {}
     unread: list[str] = []
@@ -280,7 +280,7 @@ def _write(database: Database, source: _Source, told: Retelling, location: Locat
 
 
 def _mark(session: Session, source: _Source, told: Retelling) -> int:
-    """Note which states are whole in the folder; how many."""
+    """Record which states are whole in the folder; returns how many."""
     tier, node, count = source.tier, source.folder or "", 0
     here = known(session, [line.uid for line in told.states])
     whole = tier.whole_parts((uid, rank) for uid, rank in source.manifests if uid in here)
@@ -303,7 +303,7 @@ def _mark(session: Session, source: _Source, told: Retelling) -> int:
 
 
 def _put_aside(path: Path) -> Path:
-    """Give the database that is there another name, with what SQLite keeps beside it."""
+    """Rename the existing database, with the files that SQLite keeps beside it."""
     kept = next(name for name in (path.with_name(f"{path.name}.replaced-{number}") for number in count(1)) if not name.exists())
     for suffix in ("-wal", "-shm", ""):  # a log must never lie beside another database
         with suppress(FileNotFoundError):

@@ -1,9 +1,9 @@
-"""What a check finds damaged is brought back from wherever the same bytes are; of the rest it is said what goes on.
+"""Restores what a check finds damaged from wherever the same bytes are, and says for the rest which state to go on from.
 
 A chunk is taken from this process's memory, from the user's further tiers, from another folder, or from peers, if that place has the state
-by its digest (BLAKE3 over its structure and over the xxh3 of its chunks) and the chunk by its own. A state that was sealed is compared with
-its seal before anything changes, so that no forged bytes come in by repair. What a peer gave is noted, as of a clone. A chronicle that is
-damaged is written anew, from the lineage.
+by its digest (BLAKE3 over its structure and over the xxh3 of its chunks) and the chunk by its own digest. A sealed state is compared with
+its seal before anything changes, so that no forged bytes come in by repair. Bytes that a peer gave are noted as such, as for a clone. A
+damaged chronicle is written anew, from the lineage.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Hurt:
-    """A state that stays damaged, why, and the uid of the nearest ancestor that is here and sound; None: there is none."""
+    """A state that stays damaged, why, and the uid of the nearest ancestor that is here and sound; None if there is none."""
 
     state: str
     problem: str
@@ -53,7 +53,7 @@ class Hurt:
 
 @dataclass(frozen=True, slots=True)
 class RepairReport:
-    """The uids of the states that are whole again, and those that are not. ``unread`` as in ``VerifyReport``."""
+    """The uids of the states that are whole again, and of those that are not. ``unread`` as in ``VerifyReport``."""
 
     repaired: tuple[str, ...]
     hurt: tuple[Hurt, ...]
@@ -61,14 +61,14 @@ class RepairReport:
 
 
 class Elsewhere(Protocol):
-    """Where states may be besides: a tier, or peers."""
+    """Another place that may have states: a tier, or peers."""
 
     def open_part(self, uid: str, rank: int, *, verify: bool = True) -> Reader:
         """See ``Tier.open_part``."""
 
 
 class Stranger(Elsewhere, Protocol):
-    """A place of somebody else's, whose bytes deserve the trust that its ``party`` deserves."""
+    """A place that somebody else owns, whose bytes are trusted as much as its ``party``."""
 
     party: str
 
@@ -80,7 +80,7 @@ def repair(
     peers: Sequence[Stranger] = (),
     on_progress: Callable[[int, int], None] | None = None,
 ) -> RepairReport:
-    """Check everything, and bring back what can be; see ``Repository.repair``."""
+    """Check everything, and restore what can be restored; see ``Repository.repair``."""
     core.home.check_writable()
     core.settle()
     _mend_chronicle(core)
@@ -101,9 +101,9 @@ def _packs_of(source: Path) -> Path:
 
 
 def _mend_chronicle(core: Core) -> None:
-    """Write the chronicle of this lineage anew if it is damaged, and does not know of more than the lineage."""
+    """Write the chronicle of this lineage anew if it is damaged and knows nothing more than the lineage."""
     packs = core.location.packs
-    with suppress(Unavailable, OSError):  # the check says what is the matter with it
+    with suppress(Unavailable, OSError):  # the check reports what is wrong with it
         with core.database.read() as session:
             lineage = repository_uid(session)
             rotten = [each for each in chronicles(packs) if each.lineage == lineage and each.rotten_bytes]
@@ -164,7 +164,7 @@ class _Repair:
             self._tier.mend(uid, rank, places, self._moved, chunk)
 
     def _put_again(self, uid: str, rank: int) -> None:
-        """A manifest is damaged or gone: the state is written anew, from a place that has all of it."""
+        """Write a state anew, because its manifest is damaged or gone, from a place that has all of it."""
         digest = self._digest(uid)
         if digest is None or rank:
             raise NotFound("its lineage does not say what it was")
@@ -184,7 +184,7 @@ class _Repair:
             self._tier.put(Payload(msgspec.structs.replace(reader.manifest, packs=(), refs=()), chunks))
 
     def _note(self, uid: str, chunks: Sequence[Chunk]) -> None:
-        """Note whose bytes a state is about to have: it deserves the trust that they deserve."""
+        """Note whose bytes a state is about to get: it is then trusted as much as they are."""
         came = Counter[str]()
         for chunk in chunks:
             if chunk.digest in self._given:
@@ -198,7 +198,9 @@ class _Repair:
         self._noted |= {(uid, party) for party in new}
 
     def _readers(self, stack: ExitStack, uid: str, rank: int, digest: str) -> Iterator[_Found]:
-        """The state elsewhere, if it is this one. A place that breaks the protocol has none; one that does not answer is asked no more."""
+        """The same state in other places. A place that breaks the protocol counts as having none; one that does not answer is not asked
+        again.
+        """
         for source in list(self._sources):
             try:
                 reader = stack.enter_context(source.open_part(uid, rank, verify=True))
@@ -212,7 +214,9 @@ class _Repair:
                 yield reader, getattr(source, "party", None)
 
     def _chunk(self, manifest: Manifest, index: int, readers: Sequence[_Found]) -> memoryview:
-        """The bytes of a chunk: where another state has them by now; where they are, if only their pack's header is damaged; elsewhere."""
+        """The bytes of a chunk: from another state that has them by now, from its own place if only the pack's header is damaged, or
+        elsewhere.
+        """
         place = _place(manifest, index)
         if place in self._moved:
             info, offset = self._moved[place]
@@ -241,14 +245,14 @@ class _Repair:
         return data.toreadonly() if count == chunk.length and chunk_digest(data) == chunk.digest else None
 
     def _check_seal(self, uid: str, manifest: Manifest, bad: set[int], readers: Sequence[_Found], whole: Reader | None = None) -> None:
-        """Raise unless the state would hold what it held when it was sealed; one that never was is not asked.
+        """Raise unless the state would hold what it held when it was sealed; a state without a seal passes.
 
         :raises Corrupt: it would not.
         """
         with self._core.database.read() as session:
             seal = seals.seals(session, [uid]).get(uid)
         if seal is None:
-            for index in bad:  # to know now whether all of them are to be had
+            for index in bad:  # to know now whether all of them are available
                 self._chunk(manifest, index, readers)
             return
         with self._tier.open_part(uid, manifest.origin.rank) if whole is None else whole as here:

@@ -1,7 +1,7 @@
-"""What a folder of packs knows of its lineage: the chronicle says what was, manifests what came after it, or all where there is none.
+"""What a folder of packs knows of its lineage: the chronicle says what was; manifests say what came after it, or everything without it.
 
-Where only manifests speak, the first parent of many a state is unknown, because it was only in memory. Such a state hangs on to the
-newest one before it of its branch, which is an ancestor unless the branch went back in between.
+If there are only manifests, the first parent of many a state is unknown, because that was only in memory. Such a state gets as its parent
+the newest earlier state of its branch, which is an ancestor unless the branch went back in between.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _REINDEXED = "capture (found by reindex)"
 
 @dataclass(slots=True)
 class Retelling:
-    """A lineage as its folder tells it: states parents first, lines of reflogs in their order. ``lacking`` says what it does not tell."""
+    """A lineage as its folder records it: states with parents first, lines of reflogs in order. ``lacking`` says what the folder lacks."""
 
     runs: list[RunLine] = field(default_factory=list)
     states: list[StateLine] = field(default_factory=list)
@@ -63,7 +63,7 @@ class Retelling:
 
 
 def retell(chronicle: Chronicle | None, manifests: Mapping[tuple[str, int], Manifest]) -> Retelling:
-    """The lineage of a chronicle and of manifests, by uid and rank, that are of no other lineage."""
+    """The lineage from a chronicle, and from manifests by uid and rank that belong to no other lineage."""
     told = Retelling()
     states: dict[str, StateLine] = {}
     runs: dict[str, RunLine] = {}
@@ -90,7 +90,7 @@ def _annotated(state: StateLine, changed: AttributesLine) -> StateLine:
 
 
 def _tell_the_rest(told: Retelling, entries: Sequence[Entry]) -> None:
-    """What is told beside runs, states and names: the last word on each."""
+    """Add everything besides runs, states and names: the last entry on each."""
     told.clones = [line for _, line in sorted({line.id: line for entry in entries for line in entry.clones}.items())]
     told.seals = list({line.state: line for entry in entries for line in entry.seals}.values())
     told.variants = list({(line.study, line.name): line for entry in entries for line in entry.variants}.values())
@@ -137,7 +137,7 @@ def _of_manifests(manifests: Mapping[tuple[str, int], Manifest]) -> Iterable[tup
 
 
 def _in_order(found: Mapping[str, tuple[StateLine, str | None]]) -> list[tuple[StateLine, str | None]]:
-    """The oldest first, and each after its first parent, whatever the clock said."""
+    """The states, oldest first, and each after its first parent, whatever the clock said."""
     ordered: dict[str, tuple[StateLine, str | None]] = {}
     for line, _ in sorted(found.values(), key=lambda each: (each[0].created_at, each[0].step)):
         path: dict[str, None] = {}
@@ -156,7 +156,7 @@ def _add(
     *,
     is_whole: bool,
 ) -> None:
-    """States that only manifests tell of, the oldest first: each moves its branch, if that was not moved later."""
+    """Add states that are only in manifests, the oldest first: each moves its branch, unless that was moved later."""
     heads = {event.name: event for event in told.events}
     last = max((event.id for event in told.events), default=0)
     coming, bridged = {line.uid for line, _ in found}, 0
@@ -182,12 +182,12 @@ def _add(
 
 
 def _moves(head: EventLine, line: StateLine) -> bool:
-    """Whether a state came after what happened last to the name of its branch: it hangs on to that, or is not older."""
+    """Whether a state came after the last event of its branch's name: it has that event's state as its parent, or is not older."""
     return head.kind == RefKind.BRANCH.value and ((head.new is not None and line.parent == head.new) or head.created_at <= line.created_at)
 
 
 def _know_runs(told: Retelling, runs: dict[str, RunLine]) -> None:
-    """Runs of which nothing is told but that they captured a state."""
+    """Add runs of which nothing is recorded but that they captured a state."""
     unknown = 0
     for line in told.states:
         if line.run is not None and line.run not in runs:
@@ -198,7 +198,7 @@ def _know_runs(told: Retelling, runs: dict[str, RunLine]) -> None:
 
 
 def _parents_first(told: Retelling, states: dict[str, StateLine]) -> list[StateLine]:
-    """The states that can be recorded, each after its parents; a parent that cannot be had is left out."""
+    """The states that can be recorded, each after its parents; a parent that is not available is left out."""
     ordered: dict[str, StateLine] = {}
     seen: set[str] = set()  # a circle of forged parents is cut where it closes
     refused = 0

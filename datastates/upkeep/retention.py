@@ -1,12 +1,12 @@
-"""Applying a policy of retention to a folder of packs: survey, decide, withdraw, remove; in batches, each of which may be the last.
+"""Applies a retention policy to a folder of packs: survey, decide, withdraw, remove; in batches, each of which may be the last.
 
-    survey      what the folder holds, as the lineage and the manifests say it; who counts on what
+    survey      what the folder holds, by the lineage and the manifests; and what depends on which state
     decide      ``policy.decisions``, which is pure
     withdraw    one short transaction a batch: the lineage says that the bytes are gone
     remove      then the files go, in one pass under the folder's lock
 
-A crash between the last two leaves files that nobody asks for. Which ones was noted in ``.prune`` beforehand, a file that whoever prunes
-holds: one process at a time prunes a folder, and the next one finishes what a dead one has begun.
+A crash between the last two leaves files that nobody asks for. They were noted beforehand in ``.prune``, a file that the pruning process
+holds: one process at a time prunes a folder, and the next one finishes what a dead process has begun.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ __all__ = [
 _logger = logging.getLogger(__name__)
 
 KEY = "datastates.retention"
-"""Where the record of a training says which policy it asked for, for its branch."""
+"""The key under which the record of a training keeps the policy that it asked for, for its branch."""
 
 _LOCK = ".prune"
 _BATCH = 128
@@ -83,13 +83,13 @@ class Grounds:
 
     @classmethod
     def of(cls, core: Core) -> Self:
-        """Those of a repository, as it stands."""
+        """The grounds of a repository as it is now."""
         return cls(core.database, core.tiers.durable, core.home, holder(core.node, core.run_uid), core.running)
 
 
 @dataclass(frozen=True, slots=True)
 class Dropped:
-    """A state that lost its bytes, or would: how many were its own, and why, in words."""
+    """A state that lost its bytes, or would: how many bytes were its own, and the reason in words."""
 
     uid: str
     branch: str
@@ -102,7 +102,7 @@ class Dropped:
 class Pruned:
     """What pruning did, or with ``is_dry_run`` would do. Bytes are those of the files in the folder of packs that states need.
 
-    ``kept`` says how many states stay for each reason. What is dropped stays in the lineage with its metrics, as ``evicted``.
+    ``kept`` says how many states stay for each reason. Dropped states stay in the lineage with their metrics, as ``evicted``.
     """
 
     policy: str
@@ -136,7 +136,7 @@ class Survey:
 
 
 def prune(core: Core, policy: Retention | None = None, *, dry_run: bool = False) -> Pruned:
-    """Drop what a policy does not keep, of all branches; see ``Repository.prune``."""
+    """Drop the states of all branches that a policy does not keep; see ``Repository.prune``."""
     core.check_open()
     core.settle()
     grounds = Grounds.of(core)
@@ -181,7 +181,7 @@ def told_policies(grounds: Grounds) -> dict[str, Retention]:
 
 
 def survey(grounds: Grounds, policies: Policies) -> Survey:
-    """What the folder holds, with what the policies ask for."""
+    """What the folder holds, with the facts for which the policies ask."""
     node, tier = grounds.home.uid or "", grounds.durable.name
     keys = {rule.key for policy in (policies.default, *policies.own.values()) for rule in policy.bests}
     files = grounds.durable.files()
@@ -208,7 +208,7 @@ def survey(grounds: Grounds, policies: Policies) -> Survey:
 
 
 def _best_before_forks(session: Session, segments: Mapping[int, tuple[str, int | None]], policies: Policies) -> dict[int, str]:
-    """What ``@best`` names on branches that forked: it may lie on the branch that they forked from."""
+    """The states that ``@best`` names on forked branches: they may lie on the branch from which these forked."""
     forked = {branch for branch, fork in segments.values() if fork is not None}
     found: dict[int, str] = {}
     for ref in refs(session, RefKind.BRANCH):
@@ -220,7 +220,7 @@ def _best_before_forks(session: Session, segments: Mapping[int, tuple[str, int |
 
 
 def bests_at(core: Core, uid: str | None, rules: Iterable[Best]) -> dict[Best, tuple[float, str] | None]:
-    """What ``@best`` names of a state, by the metric of each rule: value and uid; None where no ancestor has that."""
+    """The states that ``@best`` names from a state, by the metric of each rule: value and uid; None if no ancestor has that metric."""
     found: dict[Best, tuple[float, str] | None] = dict.fromkeys(rules)
     if uid is not None:
         with core.reading() as session:
@@ -233,14 +233,14 @@ def bests_at(core: Core, uid: str | None, rules: Iterable[Best]) -> dict[Best, t
 
 
 def half_of_room(folder: Path, taken: int) -> int:
-    """Half of what states could take here: of what is free, and what they take already."""
+    """Half of the room that states could take here: the free space plus what they take already."""
     with suppress(OSError):
         return (shutil.disk_usage(folder).free + taken) // 2
     return taken
 
 
 def reckoned(policies: Policies, half: Callable[[], int]) -> Policies:
-    """The same with numbers for bounds."""
+    """The same policies with numbers for bounds."""
 
     def exact(policy: Retention) -> Retention:
         return policy.bounded(max(1, half())) if policy.bound == "half" else policy
@@ -254,7 +254,7 @@ def reckoned(policies: Policies, half: Callable[[], int]) -> Policies:
 def carry_out(
     grounds: Grounds, held: Held, found: Survey, policies: Policies, decisions: Sequence[Decision], *, is_over: Callable[[], bool] = bool
 ) -> Pruned:
-    """Drop what was decided, batch by batch, until ``is_over``; what was dropped is reported. An interrupt comes between two batches.
+    """Drop what was decided, batch by batch, until ``is_over``; returns what was dropped. An interrupt is raised between two batches.
 
     ``held`` is the turn, from ``taking_turns``.
     """
@@ -277,7 +277,7 @@ _STAYED = "somebody counts on it since"
 
 def _drop(grounds: Grounds, held: Held, ids: Sequence[int], batch: Sequence[Decision]) -> list[str]:
     ids = [id_ for id_, each in zip(ids, batch, strict=True) if _is_free(grounds.host, each.fact.uid)]
-    with suppress(OSError):  # a disk that is full is what this makes room on; without the note, what a kill leaves is found by gc
+    with suppress(OSError):  # a full disk is the very reason for this; without the note, gc finds what a kill leaves
         held.write("\n".join(each.fact.uid for each in batch))
     with grounds.database.write(durable=True) as session:
         tier, node = grounds.durable.name, grounds.home.check_writable()
@@ -291,7 +291,7 @@ def _drop(grounds: Grounds, held: Held, ids: Sequence[int], batch: Sequence[Deci
 
 
 def _is_free(host: Host | None, uid: str) -> bool:
-    """Whether no training of this process stands there, and it is not on its way to disk."""
+    """Whether no training of this process stands at the state, and it is not on its way to disk."""
     if host is None:
         return True
     try:
@@ -318,7 +318,7 @@ def _finish(grounds: Grounds, held: Held) -> None:
 def _remove(grounds: Grounds, uids: Sequence[str], packs: Iterable[str]) -> None:
     """Delete the files of states that were withdrawn; those that somebody brought here again meanwhile stay.
 
-    Manifests go inside a transaction that writes, so that nobody brings one between the question and its deletion.
+    Manifests are deleted inside a transaction that writes, so that nobody brings one between the question and its deletion.
     """
     with grounds.database.write() as session:
         take_turns(session)
@@ -329,7 +329,7 @@ def _remove(grounds: Grounds, uids: Sequence[str], packs: Iterable[str]) -> None
 
 @contextmanager
 def taking_turns(folder: Path, patience_s: float) -> Iterator[Held | None]:
-    """Prune alone; None where another process goes on pruning for so long."""
+    """Prune alone; yields None if another process goes on pruning for ``patience_s``."""
     since = time.monotonic()
     while (held := hold(folder / _LOCK)) is None and time.monotonic() - since < patience_s:
         time.sleep(_ASK_AGAIN_S)

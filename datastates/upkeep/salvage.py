@@ -1,4 +1,4 @@
-"""What to do when stored bytes turn out to be damaged: find the nearest ancestor that verifies, and the way on from there."""
+"""Help when stored bytes turn out to be damaged: the nearest ancestor that verifies, and how to go on from there."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from datastates.opening.core import Core
 __all__ = ["naming_a_way_on"]
 
 _TRIED = 32
-"""So many ancestors are read at most: each may be of gigabytes."""
+"""The most ancestors that are read: each may be of gigabytes."""
 
 
 @contextmanager
 def naming_a_way_on(core: Core, state: State) -> Iterator[None]:
-    """Damage that is found inside is raised with the nearest ancestor that verifies, and with what goes on from it.
+    """Raise damage that is found inside the block with the nearest ancestor that verifies, and with how to go on from it.
 
     :raises Corrupt: ``nearest`` is that ancestor's uid.
     """
@@ -46,7 +46,7 @@ def _explained(core: Core, state: State, problem: Corrupt) -> Corrupt:
 
 
 def _nearest_sound(core: Core, state: State) -> State | None:
-    """The nearest ancestor that can be restored here and whose every byte is right."""
+    """The nearest ancestor that can be restored here and of which every byte is right."""
     return next((each for each in islice(_restorable(core, state), _TRIED) if _is_sound(core, each)), None)
 
 

@@ -1,4 +1,4 @@
-"""Into live tensors that lie over several ranks: of what a state holds each rank reads the boxes that are its own."""
+"""Restoring into live tensors that are spread over several ranks: each rank reads from the state only the boxes that are its own."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def has_spread(adapted: Adapted) -> bool:
 
 
 class Boxes:
-    """The boxes of the stored tensors that go into DTensors only. ``tensors`` are the sketch that ``findings`` are of."""
+    """The boxes of the stored tensors that go only into DTensors. ``tensors`` are the sketch that ``findings`` refers to."""
 
     def __init__(self, specs: Sequence[TensorSpec], tensors: Sequence[torch.Tensor | None], findings: Findings) -> None:
         self._specs, self._likes = specs, _likes(specs, tensors, findings)
@@ -48,13 +48,14 @@ class Boxes:
         }
 
     def with_whole(self, wants: Callable[[str], bool]) -> Iterator[Region]:
-        """These, and all of every other tensor that is wanted."""
+        """These boxes, and all of every other tensor that is wanted."""
         sources = {index if spec.alias is None else spec.alias for index, spec in enumerate(self._specs) if wants(spec.path)}
         for index in sorted(sources):
             yield from self._regions.get(index, [whole(self._specs[index])])
 
     def read(self, reader: Reader) -> dict[int, torch.Tensor]:
-        """The stored tensors by index, laid out as what they go into. Their memory is lent: it lasts as long as the reader is open.
+        """The stored tensors by index, laid out as the tensors into which they go. Their memory is lent, and valid while the reader is
+        open.
 
         :raises Corrupt: a chunk fails its digest.
         """
@@ -66,7 +67,7 @@ class Boxes:
 
 
 def _likes(specs: Sequence[TensorSpec], tensors: Sequence[torch.Tensor | None], findings: Findings) -> dict[int, torch.Tensor]:
-    """What each stored tensor is to be laid out as, by index: that is so wherever it stands in the tree."""
+    """The layout for each stored tensor, by index; it is the same wherever the tensor stands in the tree."""
     index_of = {id(tensor): index for index, tensor in enumerate(tensors) if tensor is not None and specs[index].alias is None}
     stands = Counter(id(tensor) for tensor in tensors if tensor is not None)
     found: dict[int, list[torch.Tensor]] = {}

@@ -1,4 +1,4 @@
-"""Who takes how much on disk: for each branch, and for each state, what would be freed by dropping it, and what it shares with others."""
+"""How much each branch and each state takes on disk: what dropping it would free, and what it shares with others."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ __all__ = ["BranchUse", "StateUse", "Usage", "usage"]
 
 @dataclass(frozen=True, slots=True)
 class StateUse:
-    """A state on disk. ``own_bytes`` would be freed by dropping it alone; ``shared_bytes`` it needs, and others too. ``stays`` says why
-    ``prune`` would keep it whatever the policy says; None where that is up to the policy.
+    """A state on disk. Dropping it alone would free ``own_bytes``; it needs ``shared_bytes``, and others do too. ``stays`` says why
+    ``prune`` would keep it whatever the policy; None if that is up to the policy.
     """
 
     uid: str
@@ -32,8 +32,8 @@ class StateUse:
 
 @dataclass(frozen=True, slots=True)
 class BranchUse:
-    """The states on disk that a branch has to itself. ``own_bytes`` would be freed by dropping all of them; ``shared_bytes`` they need, and
-    states of other branches too. ``branch`` is empty for states that no branch has.
+    """The states on disk that only this branch has. Dropping all of them would free ``own_bytes``; they need ``shared_bytes``, and states
+    of other branches do too. ``branch`` is empty for states that no branch has.
     """
 
     branch: str
@@ -44,7 +44,9 @@ class BranchUse:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What lies in the folder of packs: all ``bytes`` that states need, the branches that take most first, and the ``states`` of one."""
+    """What lies in the folder of packs: all ``bytes`` that states need, the branches that take most first, and the ``states`` of one
+    branch.
+    """
 
     bytes: int
     branches: tuple[BranchUse, ...]
@@ -52,7 +54,7 @@ class Usage:
 
 
 def usage(core: Core) -> Usage:
-    """Who takes how much of the folder of packs, as the lineage and the manifests say it."""
+    """How much each branch takes of the folder of packs, by the lineage and the manifests."""
     core.check_open()
     core.settle()
     facts = survey(Grounds.of(core), Policies(Retention.all())).facts
