@@ -1,1 +1,1 @@
-"""States as files that can be carried elsewhere and that other programs read."""
+"""States as files that can be carried elsewhere and that other programs can read."""

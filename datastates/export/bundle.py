@@ -1,8 +1,8 @@
-"""States as a folder that can be carried elsewhere: their bytes, their lineage and their tags (``bundle_files`` says which files).
+"""States as a folder that can be carried elsewhere: their bytes, their lineage and their tags (``bundle_files`` lists the files).
 
-Nothing in it is executed or unpickled. A bundle is a stranger: everything is checked, manifests against the lineage, chunks against
-digests that cannot be forged and that the bundle's own digest binds, before anything of it can be seen in the repository; what is
-written is what was checked, whatever happens to the folder meanwhile; and of a bundle that is refused nothing is left.
+Nothing in it is executed or unpickled. A bundle is treated as a stranger's. Everything is checked before anything of it becomes visible in
+the repository: manifests against the lineage, and chunks against digests that cannot be forged and that the bundle's own digest binds.
+What is written is what was checked, whatever happens to the folder meanwhile. Nothing is left of a bundle that is refused.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ _NOTE = re.compile(r"[0-9a-f]{24}")
 class Bundle:
     """What a bundle holds: states with their bytes, those asked for first; how many ancestors without bytes; tags.
 
-    ``bytes_new`` is what was written for it. ``digest`` binds all that it holds: whoever gets it from someone else than the bundle can be
-    sure that the bundle is the one that was written.
+    ``bytes_new`` is what was written for it. ``digest`` binds everything that it holds: a recipient who gets it by another way than the
+    bundle can be sure that the bundle is the one that was written.
     """
 
     states: tuple[State, ...]
@@ -68,9 +68,9 @@ class Bundle:
 def export_bundle(repository: Opened, revs: Sequence[str | State], folder: str | os.PathLike[str], *, with_parents: bool = False) -> Bundle:
     """Write states to a new folder, with the lineage and the tags of all their ancestors.
 
-    ``with_parents`` takes the bytes of what merged states were made of too, so that they can be made again elsewhere.
+    ``with_parents`` also takes the bytes of the states from which merged states were made, so that they can be made again elsewhere.
 
-    :raises Conflict: there is something in the folder.
+    :raises Conflict: the folder is not empty.
     :raises Unavailable: the bytes of a state are gone; names the nearest ancestor that has them.
     """
     core, root = core_of(repository, "repository"), Path(folder)
@@ -96,8 +96,8 @@ def export_bundle(repository: Opened, revs: Sequence[str | State], folder: str |
 def import_bundle(repository: Opened, folder: str | os.PathLike[str], *, digest: str | None = None) -> Bundle:
     """Bring the states of a bundle into a repository: durable, with their ancestry, edges, metrics, attributes and tags.
 
-    States that are here already stay as they are. All or nothing: everything is checked first, then written beside what is here, then
-    becomes visible with the lineage. ``digest`` is what ``export_bundle`` said, if it came by another way than the bundle.
+    States that are here already stay as they are. The import is all or nothing: everything is checked first, then written beside what is
+    here, then becomes visible with the lineage. ``digest`` is what ``export_bundle`` returned, if it came by another way than the bundle.
 
     :raises NotFound: there is no bundle in the folder.
     :raises Corrupt: a byte of it is wrong, or it is not the bundle of that digest; names the file.
@@ -136,7 +136,7 @@ def _chosen(core: Core, revs: Sequence[str], *, with_parents: bool) -> list[Stat
 
 
 def _write_packs(core: Core, states: Sequence[State], root: Path) -> tuple[dict[str, str], int]:
-    """The seal of each state, which it has from now on here too, and how many bytes were written."""
+    """The seal of each state, which the state has from now on here too, and how many bytes were written."""
     tier, base, written = packs_in(root / PACKS, direct=core.config.direct_io), None, 0
     found: dict[str, str] = {}
     for state in states:
@@ -229,7 +229,7 @@ def _keys(manifest: Manifest, chunks: SealedChunks) -> list[tuple[bytes, int, by
 
 
 def _check_same(core: Core, manifest: Manifest, chunks: SealedChunks) -> None:
-    """A state that is in memory here is not on disk what somebody else says that it is. (One on disk is compared as it is staged.)"""
+    """Raise if the state in memory here has other bytes than the bundle's. (A state on disk is compared when it is staged.)"""
     if core.tiers.captured is None:
         return
     uid = manifest.origin.uid
@@ -259,13 +259,13 @@ def _commit(
     source: str,
     folder_uid: str,
 ) -> dict[str, Placed]:
-    """Lineage and files become visible together: files first, and they are taken back if the lineage does not take them."""
+    """Make lineage and files visible together: files first, and they are removed again if the lineage refuses the states."""
     placed: dict[str, Placed] = {}
     done: list[Staged] = []
     tier = core.tiers.durable
     try:
         with core.writing() as session:
-            take_turns(session)  # or a collection would delete the files of states that were evicted here, before they are told
+            take_turns(session)  # or a collection would delete the files of states that were evicted here, before they are recorded
             clones.import_ancestry(session, list(states.values())[::-1])
             lineage_notes.bring(session, written)
             for uid, (each, _, seal) in staged.items():
@@ -283,7 +283,9 @@ def _commit(
 
 
 def _checked(sound: Sound, state: State, states: dict[str, State]) -> Manifest:
-    """The manifest of a state, which can be relied on, and says of its parents what the lineage does: its digest covers theirs."""
+    """The manifest of a state, checked so that it can be relied on; it names the parents as the lineage does, because its digest covers
+    theirs.
+    """
     manifest = check_manifest(sound).manifest
     parents = {uid: digest for uid, digest in zip(manifest.origin.parents, manifest.origin.parent_digests, strict=True) if uid in states}
     if manifest.digest != state.digest or parents != {uid: states[uid].digest for uid in state.parents}:

@@ -1,11 +1,11 @@
-"""The files of a bundle, and reading them as a stranger's.
+"""The files of a bundle, and reading them as files of a stranger.
 
     <folder>/packs/          packs and manifests, as a repository has them
     <folder>/chunks/<uid>    the BLAKE3 of each chunk of a state, 32 bytes each, in their order
     <folder>/lineage.json    every state in question, oldest first, whole or (ancestors) without bytes; which were asked for; tags; the
                              seal of each state with bytes, which binds its chunks (``seal``); the configurations of
                              the states, and the notes on them
-    <folder>/lineage.blake3  the digest of that file, in hex: the bundle's digest, which binds all of it; written last
+    <folder>/lineage.blake3  the digest of that file, in hex: the bundle's digest, which binds everything; written last
 
 Version 1 has no ``chunks`` and no seals.
 """
@@ -65,7 +65,7 @@ def write_chunks(root: Path, uid: str, digests: Sequence[bytes]) -> None:
 
 
 def write_lineage(lineage: Lineage, root: Path) -> str:
-    """The last two files; the bundle's digest."""
+    """Write the last two files; returns the bundle's digest."""
     plain = msgspec.to_builtins(lineage)
     for state in plain["states"]:
         for name in ("metrics", "attributes"):
@@ -90,7 +90,7 @@ def _write(path: Path, data: bytes) -> None:
 
 
 def _finite(value: Any) -> Any:
-    """JSON has no NaN and no infinity: they stand in a list."""
+    """The value for JSON, which has no NaN and no infinity: they stand in a list."""
     return [str(value)] if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -125,9 +125,9 @@ def read_lineage(root: Path) -> tuple[Lineage, str]:
 
 
 def read_chunks(root: Path, manifest: Manifest, seals: Mapping[str, str]) -> list[bytes]:
-    """The BLAKE3 of each chunk, which make the seal that the lineage has.
+    """The BLAKE3 of each chunk, checked against the seal in the lineage.
 
-    :raises Corrupt: they do not.
+    :raises Corrupt: they do not make that seal.
     """
     uid, count = manifest.origin.uid, len(manifest.content.chunks)
     if _UID.fullmatch(uid) is None or uid not in seals:
@@ -141,9 +141,9 @@ def read_chunks(root: Path, manifest: Manifest, seals: Mapping[str, str]) -> lis
 
 
 def check_places(manifest: Manifest) -> None:
-    """Raise unless no chunk overlaps another, so that reading costs no more than there is to read.
+    """Raise unless no chunk overlaps another, so that reading costs no more than the bytes there are.
 
-    :raises Corrupt: one does.
+    :raises Corrupt: two overlap.
     """
     places = {(ref.pack, ref.offset, chunk.length) for ref, chunk in zip(manifest.refs, manifest.content.chunks, strict=True)}
     before, end = -1, 0

@@ -1,4 +1,4 @@
-"""Folders of torch.distributed.checkpoint, read without unpickling freely: torch itself executes what their metadata say."""
+"""Reading folders of torch.distributed.checkpoint without free unpickling: torch itself executes what their metadata say."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ _ALLOWED = {
     ("collections", "OrderedDict"),
     *(("pathlib", name) for name in ("PosixPath", "PurePosixPath", "Path")),
 }
-"""What the metadata of a checkpoint are made of."""
+"""The classes that the metadata of a checkpoint may consist of."""
 
 
 class _Unpickler(pickle.Unpickler):
-    """Makes what metadata are made of, and nothing else."""
+    """Makes the classes of metadata, and nothing else."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _ALLOWED or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
@@ -40,10 +40,10 @@ class _Unpickler(pickle.Unpickler):
 
 
 class SafeReader(FileSystemReader):
-    """Reads a folder whose metadata name nothing but metadata."""
+    """Reads a folder whose metadata contain only classes of metadata."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> of_metadata.Metadata:
-        """The metadata, unpickled by a list of what may be in them."""
+        """The metadata, unpickled with a list of the classes that may be in them."""
         with self.fs.create_stream(self._get_metadata_path(kwargs.get("rank")), "rb") as stream:
             found = _Unpickler(stream).load()
         if not isinstance(found, of_metadata.Metadata):
@@ -54,10 +54,10 @@ class SafeReader(FileSystemReader):
 
 
 class SafePlanner(_EmptyStateDictLoadPlanner):
-    """Rebuilds the whole tree; values beside tensors are read with ``weights_only``."""
+    """Rebuilds the whole tree; values other than tensors are read with ``weights_only``."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """One value, put where it belongs."""
+        """Put one value where it belongs."""
         plain = io.BytesIO()
         torch.save(torch.load(value, weights_only=True), plain)  # what torch then reads again, freely, is what was read safely
         plain.seek(0)

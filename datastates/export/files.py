@@ -1,8 +1,9 @@
-"""Checkpoint files of others, in and out: ``torch.save``, safetensors, folders of Hugging Face, folders of torch.distributed.checkpoint.
+"""Checkpoint files of other tools, in and out: ``torch.save``, safetensors, folders of Hugging Face, folders of
+torch.distributed.checkpoint.
 
-What is read is never executed: ``torch.load`` with ``weights_only``, and plain tensors. A file becomes a tree of the same containers and
-tensors, bit for bit, and is written back as such. One that is nothing but tensors by name stands under one name (``model``), as a
-training would track it; the state remembers that, and it is left away again on the way out.
+Files that are read are never executed: ``torch.load`` is called with ``weights_only``, and tensors are plain. A file becomes a tree of the
+same containers and tensors, bit for bit, and is written back as such. A file that is only tensors by name is put under one name
+(``model``), as a training would track it; the state remembers that, and the name is left out again on the way out.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ INDEX, WEIGHTS, METADATA = "model.safetensors.index.json", "model.safetensors", 
 
 
 class Format(StrEnum):
-    """How tensors lie in files."""
+    """The formats in which files hold tensors."""
 
     TORCH = "torch"
     SAFETENSORS = "safetensors"
@@ -41,7 +42,7 @@ class Format(StrEnum):
 
 
 def format_of(path: Path) -> Format:
-    """The format of a file or a folder, by its name and what is in it.
+    """The format of a file or a folder, by its name and contents.
 
     :raises InvalidInput: it is none of those.
     """
@@ -62,9 +63,9 @@ def format_of(path: Path) -> Format:
 
 
 def read(path: Path) -> object:
-    """What a file or a folder holds, on the CPU.
+    """The contents of a file or a folder, on the CPU.
 
-    :raises Unsupported: only unpickling it, which executes what it says, would tell.
+    :raises Unsupported: only unpickling, which executes the file, could read it.
     :raises InvalidInput: it is damaged, or something else.
     """
     kind = format_of(path)
@@ -76,7 +77,7 @@ def read(path: Path) -> object:
         return _load_hugging_face(path) if kind is Format.HUGGING_FACE else _load_dcp(path)
     except (Unsupported, InvalidInput):
         raise
-    except Exception as exc:  # readers of others raise anything: RuntimeError, SafetensorError, KeyError, EOFError
+    except Exception as exc:  # readers of other tools raise anything: RuntimeError, SafetensorError, KeyError, EOFError
         raise InvalidInput(f"{path} cannot be read ({type(exc).__name__}: {str(exc)[:200]}): mend it, or leave it out") from exc
 
 
@@ -100,12 +101,12 @@ def _load_safetensors(path: Path) -> dict[str, torch.Tensor]:
 
 
 def _load_folder(path: Path) -> dict[str, object]:
-    """A file for each object, as ``restore`` writes them."""
+    """The objects of a folder with a file for each, as ``restore`` writes them."""
     return {each.stem: _load_safetensors(each) for each in sorted(path.glob("*.safetensors"))}
 
 
 def _load_hugging_face(path: Path) -> dict[str, object]:
-    """The weights, whole; what their folder says besides is text."""
+    """The weights, whole; everything else in their folder is text."""
     if (path / INDEX).exists():
         index = msgspec.json.decode((path / INDEX).read_bytes())
         names = sorted(set(index["weight_map"].values()))
@@ -121,7 +122,7 @@ def _load_hugging_face(path: Path) -> dict[str, object]:
 
 
 def _load_dcp(path: Path) -> dict[str, Any]:
-    """A folder of torch.distributed.checkpoint, whole; neither its metadata nor what it holds besides tensors is unpickled freely."""
+    """A folder of torch.distributed.checkpoint, whole; neither its metadata nor its values are unpickled freely."""
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
@@ -130,7 +131,7 @@ def _load_dcp(path: Path) -> dict[str, Any]:
     tree: dict[str, Any] = {}
     try:
         _load_state_dict(tree, storage_reader=SafeReader(path), planner=SafePlanner(), no_dist=True)  # type: ignore[no-untyped-call]  # torch says no types there
-    except CheckpointException as exc:  # no Exception, and holds what was raised
+    except CheckpointException as exc:  # not an Exception; it holds what was raised
         said = "; ".join(str(why[0]).strip().splitlines()[0][:300] for why in exc.failures.values())
         raise Unsupported(f"{path} cannot be read without executing what it says, or is damaged: {said}") from exc
     return tree
@@ -140,9 +141,9 @@ def _load_dcp(path: Path) -> dict[str, Any]:
 
 
 def write(tree: object, kind: Format, into: Path, words: Mapping[str, str]) -> None:
-    """Write a tree to a file or a folder that is not there yet, whole or not at all; ``words`` stand in the head of safetensors.
+    """Write a tree to a new file or folder, whole or not at all; ``words`` go into the header of safetensors.
 
-    :raises InvalidInput: it holds what this format does not.
+    :raises InvalidInput: the tree holds what this format cannot.
     """
     if into.exists():
         raise Conflict(f"{into} is there already: name another place, or remove it")
@@ -195,9 +196,9 @@ def _write_dcp(tree: object, part: Path) -> None:
 
 
 def tensors_in(tree: object) -> Mapping[str, torch.Tensor]:
-    """Tensors by the names that a file of them gives: those of the tree, or their paths where it is nested.
+    """Tensors by the names for a file of tensors: those of the tree, or their paths if it is nested.
 
-    :raises InvalidInput: there is none.
+    :raises InvalidInput: there is no tensor.
     """
     if is_flat(tree):
         return dict(tree)

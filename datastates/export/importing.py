@@ -1,7 +1,7 @@
 """A folder of checkpoint files as a branch of states, in the order of their steps; and states as such files again.
 
-What was imported says so in its attributes: ``import.file``, ``import.format``, and ``import.wrapped``, the name under which a file that is
-tensors alone stands. An import that was broken off goes on with the file that comes next.
+Imported states say so in their attributes: ``import.file``, ``import.format``, and ``import.wrapped``, the name under which a file that is
+only tensors stands. An import that was interrupted continues with the next file.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _ENDINGS = {Format.TORCH: ".pt", Format.SAFETENSORS: ".safetensors", Format.HUGG
 
 
 class _Door(Opened, Protocol):
-    """A repository, as far as it is needed here."""
+    """A repository, as far as this module needs it."""
 
     def refs(self) -> list[Ref]:
         """Every branch and tag."""
@@ -53,7 +53,7 @@ class _Door(Opened, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A file or a folder that is a checkpoint, by the name within its folder."""
+    """A file or a folder that is a checkpoint, by its name within its folder."""
 
     name: str
     path: Path
@@ -63,8 +63,9 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Imported:
-    """``states`` are those of this import, oldest first; ``known`` are files that an earlier one brought, ``waiting`` those that a dry run
-    leaves; ``refused`` says by name why a file was left out."""
+    """``states`` are those of this import, oldest first. ``known`` are files that an earlier import brought, ``waiting`` are those that a
+    dry run leaves; ``refused`` says by name why a file was left out.
+    """
 
     branch: str
     states: tuple[State, ...]
@@ -75,7 +76,7 @@ class Imported:
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """A state, and the file or folder that it was written to."""
+    """A state, and the file or folder to which it was written."""
 
     state: State
     path: Path
@@ -85,7 +86,7 @@ def find_files(folder: str | os.PathLike[str], pattern: str) -> list[Source]:
     """The checkpoints of a folder by their steps; ``{step}`` in the pattern stands for digits, ``*`` for anything within a name.
 
     :raises InvalidInput: the pattern has no ``{step}``, or two files have the same step.
-    :raises NotFound: nothing fits.
+    :raises NotFound: nothing matches.
     """
     root, pattern = Path(values.path(folder, "folder")), values.string(pattern, "pattern")
     if pattern.count(_STEP) != 1 or pattern.startswith("/") or ".." in pattern.split("/"):
@@ -120,17 +121,18 @@ def import_files(
 ) -> Imported:
     """Make each checkpoint of a folder a durable state of a branch, in the order of their steps.
 
-    Files are never unpickled freely (``weights_only``). The same call goes on where one was broken off, and takes files that came since.
+    Files are never unpickled freely (``weights_only``). The same call continues an interrupted import, and takes files that were added
+    since.
 
-    :param folder: where they are.
+    :param folder: the folder of the checkpoints.
     :param pattern: their names, with ``{step}`` for the step: ``step_{step}.pt``, ``checkpoint-{step}``.
     :param branch: a new branch, or that of an earlier import.
     :param skip_bad: leave out files that are refused, instead of ending at the first.
     :param dry_run: read nothing, and only say which files there are.
-    :param on_progress: called with the files that are done, and all of them.
-    :raises InvalidInput: a file is damaged, or of no format that is known; names it.
-    :raises Unsupported: to read a file would execute what it says; names it.
-    :raises Conflict: the branch is not of an import, or a file is of a step that it has passed.
+    :param on_progress: called with how many files are done, and how many there are.
+    :raises InvalidInput: a file is damaged, or its format is not known; names it.
+    :raises Unsupported: reading a file would execute what it says; names it.
+    :raises Conflict: the branch is not of an import, or a file is of a step that the branch has passed.
     """
     core_of(repository, "repository")
     skip_bad, dry_run = values.flag(skip_bad, "skip_bad"), values.flag(dry_run, "dry_run")
@@ -160,7 +162,7 @@ def import_files(
 
 
 def _known(repository: _Door, branch: str) -> tuple[int | None, set[str]]:
-    """The step at which a branch stands, and the files that it was imported from."""
+    """The step at which a branch stands, and the files from which it was imported."""
     if all(ref.name != branch for ref in repository.refs()):
         return None, set()
     states = repository.log(branch)
@@ -170,20 +172,20 @@ def _known(repository: _Door, branch: str) -> tuple[int | None, set[str]]:
 
 
 class _Part:
-    """One part of a checkpoint, which is tracked as it is; what a branch that goes on would put back is not wanted."""
+    """One part of a checkpoint, tracked as it is; what a resumed branch would restore into it is ignored."""
 
     value: object = None
 
     def state_dict(self) -> object:
-        """What was read."""
+        """The part that was read."""
         return self.value
 
     def load_state_dict(self, state: object) -> None:
-        """Nothing: the next file takes its place."""
+        """Do nothing: the next file replaces the part."""
 
 
 class _Line:
-    """The branch that is made, followed by a tracker for as long as the files have the same parts."""
+    """The branch that is made, with one tracker for as long as the files have the same parts."""
 
     def __init__(self, repository: _Door, branch: str) -> None:
         self._repository, self._branch = repository, branch
@@ -198,7 +200,7 @@ class _Line:
             self._run.close()
 
     def add(self, source: Source) -> State:
-        """The next state."""
+        """Add the next state."""
         tree, name = wrapped(read(source.path), _TAKEN)
         if self._run is None or tree.keys() != self._parts.keys():
             self._follow(tree)
@@ -232,15 +234,15 @@ def export_files(
     pattern: str | None = None,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> list[Exported]:
-    """Write each state to a file or a folder of its own, as others read it; what was imported comes out as it came in.
+    """Write each state to a file or a folder of its own, as other tools read it; imported states come out as they came in.
 
     :param revs: the states.
-    :param folder: where the files go.
-    :param format: ``torch`` (``torch.save``), ``safetensors`` (tensors alone, one file), ``hf`` or ``dcp`` (a folder each).
+    :param folder: the folder for the files.
+    :param format: ``torch`` (``torch.save``), ``safetensors`` (only tensors, one file), ``hf`` or ``dcp`` (a folder each).
     :param pattern: their names, with ``{step}`` or ``{uid}``; None: ``step_{step}`` and the ending of the format.
-    :param on_progress: called with the states that are written, and all of them.
-    :raises Conflict: a file is there already.
-    :raises InvalidInput: two states would have the same name, or one holds what the format does not.
+    :param on_progress: called with how many states are written, and how many there are.
+    :raises Conflict: a file exists already.
+    :raises InvalidInput: two states would have the same name, or one holds what the format cannot.
     :raises Unavailable: the bytes of a state are gone; names the nearest ancestor that has them.
     """
     core_of(repository, "repository")

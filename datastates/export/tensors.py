@@ -38,7 +38,7 @@ _CODES = {
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
 }
-"""What readers have long known; tensors of other dtypes are written as bytes, and the metadata names their dtype."""
+"""The dtypes that readers have long known; tensors of other dtypes are written as bytes, and the metadata names their dtype."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class ExportFile:
-    """The content of one file: tensors by name, and words about them."""
+    """The content of one file: tensors by name, and text about them."""
 
     tensors: Mapping[str, torch.Tensor]
     metadata: Mapping[str, str]
@@ -74,7 +74,7 @@ def plan_export(tree: object, state: State, into: Path) -> dict[Path, ExportFile
     A path that ends in ``.safetensors`` is one file, with the tensors under their whole paths (``model/layers.0.weight``).
     Any other is a folder with a file for each object, with the names that the object knows (``layers.0.weight``).
 
-    :raises InvalidInput: there is no tensor in the tree.
+    :raises InvalidInput: the tree has no tensor.
     """
     groups: dict[Path, dict[str, torch.Tensor]] = {}
     for leaf in flatten(tree).tensors:
@@ -87,14 +87,14 @@ def plan_export(tree: object, state: State, into: Path) -> dict[Path, ExportFile
 
 
 def words_about(state: State) -> dict[str, str]:
-    """What a file says about the state from which its tensors are."""
+    """The text in a file about the state from which its tensors come."""
     return {"format": "pt", "datastates.state": state.uid, "datastates.digest": state.digest, "datastates.step": str(state.step)}
 
 
 def export(plan: Mapping[Path, ExportFile], *, on_progress: Callable[[int], object] = lambda count: None) -> None:
     """Write the files, each complete or not at all, and read each back before it gets its name.
 
-    ``on_progress`` is told of bytes as they are written and as they are read back: twice the bytes of the plan in all.
+    ``on_progress`` is called with bytes as they are written and as they are read back: twice the bytes of the plan in all.
 
     :raises Corrupt: what was read back is not what was written; names the file and the tensor.
     """
@@ -111,7 +111,7 @@ def export(plan: Mapping[Path, ExportFile], *, on_progress: Callable[[int], obje
 
 
 def _file_name(top: str) -> str:
-    """The name of an object as a file's: never hidden, never a way out of the folder, and no two alike."""
+    """The name of an object as a file name: never hidden, never a path out of the folder, and no two alike."""
     return f"_{top}" if top.startswith((".", "_")) else top
 
 
@@ -150,7 +150,7 @@ def in_order(entries: Iterable[Entry]) -> list[Entry]:
 
 
 def header_of(entries: Iterable[Entry], metadata: Mapping[str, str]) -> bytes:
-    """The beginning of a safetensors file whose tensors follow each other in this order, with its own length."""
+    """The beginning of a safetensors file whose tensors follow each other in this order, including the length of its header."""
     described: dict[str, object] = {}
     others: dict[str, str] = {}
     end = 0

@@ -1,4 +1,6 @@
-"""Trees that have no names of their own to be tracked by: they stand under one, which the state remembers and which is left away again."""
+"""Trees that have no names by which to track them: they are put under one name, which the state remembers and which is left out again
+later.
+"""
 
 from __future__ import annotations
 
@@ -10,20 +12,20 @@ import torch
 __all__ = ["WRAPPED", "is_flat", "unwrapped", "wrapped"]
 
 WRAPPED = "import.wrapped"
-"""The attribute of a state that says under which name all of it stands."""
+"""The attribute of a state with the name under which all of it stands."""
 
 _LONGEST = 255
 
 
 def is_flat(tree: object) -> TypeGuard[dict[str, torch.Tensor]]:
-    """Whether a tree is tensors by name, and nothing else."""
+    """Whether a tree is only tensors by name."""
     return isinstance(tree, dict) and bool(tree) and all(type(key) is str and isinstance(leaf, torch.Tensor) for key, leaf in tree.items())
 
 
 def wrapped(found: object, taken: Collection[str] = ()) -> tuple[dict[str, object], str | None]:
-    """What is to be captured, and the name that it stands under if it has none of its own, or one of ``taken``.
+    """What to capture, and the name under which it stands if it has none of its own, or one of ``taken``.
 
-    Tensors by name are a ``model``, anything else is a ``checkpoint``.
+    Tensors by name become a ``model``, anything else becomes a ``checkpoint``.
     """
     if is_flat(found):
         return {"model": found}, "model"
@@ -34,6 +36,6 @@ def wrapped(found: object, taken: Collection[str] = ()) -> tuple[dict[str, objec
 
 
 def unwrapped(tree: object, attributes: Mapping[str, object]) -> object:
-    """What ``wrapped`` was given, of a state's tree and its attributes."""
+    """The object that ``wrapped`` was given, from a state's tree and its attributes."""
     name = attributes.get(WRAPPED)
     return tree[name] if isinstance(tree, dict) and isinstance(name, str) and list(tree) == [name] else tree
