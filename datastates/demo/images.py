@@ -1,4 +1,4 @@
-"""The pictures of demo and examples: Fashion-MNIST of Debian's dataset-fashion-mnist, else the digits of scikit-learn."""
+"""The pictures of demo and examples: Fashion-MNIST from Debian's dataset-fashion-mnist, else the digits of scikit-learn."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["CLOTHES", "FOLDER", "load"]
 
 FOLDER = Path("/usr/share/datasets/fashion-mnist")
 CLOTHES = ("T-shirt", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot")
-"""What the labels of Fashion-MNIST mean; those of the digits are themselves."""
+"""The meanings of Fashion-MNIST's labels; those of the digits mean themselves."""
 
 
 def load(count: int, folder: Path = FOLDER) -> tuple[Tensor, Tensor, str]:
@@ -25,7 +25,7 @@ def load(count: int, folder: Path = FOLDER) -> tuple[Tensor, Tensor, str]:
         pixels, labels = _idx(folder / "train-images-idx3-ubyte.gz"), _idx(folder / "train-labels-idx1-ubyte.gz")
         scaled, name = pixels[:count] / np.float32(255), "Fashion-MNIST"
     else:
-        from sklearn.datasets import load_digits  # only where the other data set is not there
+        from sklearn.datasets import load_digits  # only if the other data set is not there
 
         digits = load_digits()
         scaled, labels, name = digits.images[:count] / 16, digits.target, "the digits of scikit-learn"

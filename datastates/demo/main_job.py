@@ -1,8 +1,8 @@
 """The main job: capture every step of a real training, fork three variants of it, and prove that a resume is bit-exact.
 
 A small byte-level GPT learns the Python standard library's own source. The end of a shared prefix is tagged ``warm``; ``main``
-goes on past it, three variants fork from it, and a fresh process resumes from it and must repeat the losses of ``main``. Last,
-two runs on pictures, of which some labels were made wrong on purpose, tell by their lineage which these are.
+goes on past it, three variants fork from it, and a fresh process resumes from it and must repeat the losses of ``main``. At the end,
+the lineage of two runs on pictures, some with labels made wrong on purpose, shows which labels are wrong.
 
     python -m datastates.demo [FOLDER] [--short]
 """
@@ -59,7 +59,7 @@ def train(repo: Repository, size: Size, variant: Variant, until: int, tick: Call
     scheduler = LinearLR(optimizer, start_factor=0.1, total_iters=size.warm // 3)
     sampler = PermutationSampler(len(text.train))
     with repo.track(branch=variant.branch, start=start, model=model, optimizer=optimizer, scheduler=scheduler, sampler=sampler) as run:
-        # All of it now stands where ``start`` stood: change what this variant does otherwise.
+        # Everything now stands where ``start`` stood: change what this variant does differently.
         optimizer.param_groups[0]["lr"] *= variant.learning_rate_factor
         sampler.seed = variant.order
         began = time.perf_counter()
@@ -67,7 +67,7 @@ def train(repo: Repository, size: Size, variant: Variant, until: int, tick: Call
             loss = model(text.train[rows])
             optimizer.zero_grad()
             loss.backward()
-            cost.blocked_s += _timed(run.fence)  # `step` would wait by itself; here it is only timed
+            cost.blocked_s += _timed(run.fence)  # `step` would wait by itself; here the wait is only timed
             optimizer.step()
             scheduler.step()
             metrics = {"loss": loss.item()}
@@ -86,7 +86,7 @@ def train(repo: Repository, size: Size, variant: Variant, until: int, tick: Call
 
 @torch.no_grad()
 def evaluate(model: GPT, text: Text) -> float:
-    """The loss on the text that is held out; without dropout, so that no random number is drawn."""
+    """The loss on the held-out text; without dropout, so that no random number is drawn."""
     model.eval()
     loss = float(model(text.held_out))
     model.train()
@@ -114,7 +114,7 @@ def run_demo(root: Path, *, short: bool = False, console: Console | None = None)
 
 
 def resume_afresh(root: Path, tick: Callable[[], object], *, short: bool) -> None:
-    """Resume from the tag in a fresh process, which says a line for each step."""
+    """Resume from the tag in a fresh process, which prints a line for each step."""
     command = [sys.executable, "-m", "datastates.demo", str(root), "--resume", *(["--short"] if short else [])]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         try:
@@ -158,13 +158,13 @@ def _timed(call: Callable[[], object]) -> float:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The exit status: 0, 1 when the resumed run went another way, 130 when it was interrupted."""
+    """Run the demo; returns the exit status: 0, 1 if the resumed run diverged, 130 if it was interrupted."""
     parser = argparse.ArgumentParser(prog="datastates demo", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("folder", type=Path, nargs="?", default=Path("runs/demo"))
     parser.add_argument("--short", action="store_true", help="a tiny model and a few steps")
     parser.add_argument("--resume", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
-    torch.set_num_threads(1)  # sums are then added in one order; and the other core is free for the engine
+    torch.set_num_threads(1)  # sums are then added in one order, and the other core is free for the engine
     if options.resume:
         resume(options.folder, SHORT if options.short else FULL)
         return 0

@@ -1,4 +1,4 @@
-"""What the main job trains: a small byte-level GPT, and text that every machine has, the standard library's own source."""
+"""The model that the main job trains, a small byte-level GPT, and text that every machine has: the standard library's own source."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """How much the main job trains, in steps from the root of the lineage; on how many pictures, and for how many epochs, it ends."""
+    """How much the main job trains, in steps from the root of the lineage; and the pictures and epochs of its last part."""
 
     shape: Shape
     batch: int
@@ -68,7 +68,7 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Shapes: (batch, time, width) in and out."""
+        """Apply the block; shapes: (batch, time, width) in and out."""
         batch, time, width = x.shape
         q, k, v = self.qkv(self.norm_1(x)).view(batch, time, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
         seen = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -94,7 +94,7 @@ class GPT(nn.Module):
         self.head.weight = self.embed.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """The mean loss, in nats a token, of predicting ``tokens[:, 1:]`` (batch, time + 1) from what stands before."""
+        """The mean loss, in nats a token, of predicting ``tokens[:, 1:]`` (batch, time + 1) from the tokens before."""
         inputs, targets = tokens[:, :-1], tokens[:, 1:]
         x = self.dropout(self.embed(inputs) + self.position.weight[: inputs.shape[1]])
         for block in self.blocks:
@@ -104,7 +104,7 @@ class GPT(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """Bytes as windows of ``context + 1`` tokens: what is trained on, and what is held out."""
+    """Bytes as windows of ``context + 1`` tokens: those for training, and those held out."""
 
     train: Tensor
     held_out: Tensor
@@ -112,7 +112,7 @@ class Text:
 
 @cache
 def read_text(context: int, *, train_bytes: int = 4_000_000, held_out_windows: int = 32) -> Text:
-    """The standard library's modules in order of name; the windows that are held out are spread over what follows.
+    """The standard library's modules in order of name; the held-out windows are spread over what follows.
 
     :raises NotFound: this Python came without its source.
     """

@@ -1,4 +1,4 @@
-"""The end of the main job: two runs on pictures, and by the states that they left, which of their labels are wrong."""
+"""The end of the main job: two runs on pictures, and from the states that they left, the pictures whose labels are wrong."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SEEDS = (0, 1)
 
 @dataclass(frozen=True, slots=True)
 class Pictures:
-    """``labels`` are ``truth`` but at ``wrong``, where they were made another class on purpose."""
+    """Pictures; ``labels`` are ``truth`` except at ``wrong``, where they were changed to another class on purpose."""
 
     images: Tensor
     labels: Tensor
@@ -42,13 +42,13 @@ class Pictures:
     name: str
 
     def describe(self, index: int) -> str:
-        """A text with the label as it is, and as it was."""
+        """A text with the present label and the original one."""
         words = CLOTHES if "Fashion" in self.name else "0123456789"
         made = f", made wrong: was {words[self.truth[index]]}" if index in self.wrong else ""
         return f"labelled {words[self.labels[index]]}{made}"
 
     def loss(self, model: nn.Module, rows: Tensor) -> Tensor:
-        """One loss a picture."""
+        """One loss for each picture."""
         return cross_entropy(model(self.images[rows]), self.labels[rows], reduction="none")
 
 
@@ -80,7 +80,7 @@ def find_outliers(root: Path, size: Size) -> Suspicion:
 
 
 def spoil(count: int) -> Pictures:
-    """Pictures of which a tenth is labelled as another class."""
+    """Pictures of which a tenth are labelled as another class."""
     images, truth, name = load(count)
     generator = torch.Generator().manual_seed(0)
     wrong = torch.randperm(len(truth), generator=generator)[: round(WRONG * len(truth))]
@@ -95,7 +95,7 @@ def build(pictures: Pictures) -> nn.Module:
 
 
 def train(repo: Repository, pictures: Pictures, epochs: int, seed: int) -> str:
-    """One run on its own branch, a state each epoch."""
+    """Train one run on its own branch, with a state for each epoch; returns the branch."""
     torch.manual_seed(seed)
     model = build(pictures)
     optimizer = AdamW(model.parameters(), lr=1e-3)
@@ -110,7 +110,7 @@ def train(repo: Repository, pictures: Pictures, epochs: int, seed: int) -> str:
 
 
 def show_outliers(found: Suspicion, console: Console) -> None:
-    """Print the highest ranked, how many of those that were planted were found, and where the page lies."""
+    """Print the highest ranked pictures, how many of the planted ones were found, and where the page is."""
     pictures = found.pictures
     console.print(f"\n{pictures.name}; {len(pictures.wrong)} labels were made wrong on purpose, and {len(SEEDS)} runs trained on them")
     for part in tables(found.report, most=8, describe=pictures.describe):

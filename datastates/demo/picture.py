@@ -17,8 +17,8 @@ COLOURS = ("#1b1f24", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00")
 def draw(path: Path, branches: Mapping[str, Sequence[State]], *, resumed: Sequence[State], tag: State, best: State, title: str) -> None:
     """Write a PNG: training loss on the left, held-out loss from the tag on to the right.
 
-    ``branches`` holds the states of each branch, oldest first, back to the root; what they share up to ``tag`` is drawn
-    once, in grey. ``resumed`` is drawn as circles around what it should repeat.
+    ``branches`` holds the states of each branch, oldest first, back to the root; the part that they share up to ``tag`` is drawn
+    once, in grey. ``resumed`` is drawn as circles around the points that it should repeat.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

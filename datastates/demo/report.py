@@ -1,4 +1,4 @@
-"""What the main job found: read back from the lineage, judged, and printed."""
+"""The results of the main job: read back from the lineage, judged, and printed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["Cost", "Outcome", "Step", "examine", "show"]
 
 @dataclass(slots=True)
 class Cost:
-    """The cost of capturing for the training thread: in ``capture`` and waiting for the fence, of ``wall_s`` seconds of training."""
+    """The cost of capturing for the training thread: time in ``capture`` and waiting for the fence, of ``wall_s`` seconds of training."""
 
     captures: int = 0
     blocked_s: float = 0.0
@@ -77,8 +77,8 @@ def examine(repo: Repository, picture: Path, costs: Sequence[Cost]) -> Outcome:
 
 
 def show(outcome: Outcome, repo: Repository, console: Console) -> None:
-    """Print the graph, the comparison, the best state, what capturing cost, where the picture lies, and how to browse."""
-    from datastates.cli.graph import log_lines, write_lines  # the terminal's own look of a history; it is loaded only when it is shown
+    """Print the graph, the comparison, the best state, the cost of capturing, where the picture is, and how to browse."""
+    from datastates.cli.graph import log_lines, write_lines  # the terminal's own view of a history; loaded only when it is shown
 
     refs = repo.refs()
     states = [state for ref in refs for state in repo.log(ref.name)]

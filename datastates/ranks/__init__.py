@@ -1,4 +1,4 @@
-"""Ranks of one job: they track a training together, and hand states to each other."""
+"""Ranks of one job: they track a training together, and clone states to each other."""
 
 from datastates.tracking.belonging import find, using
 from datastates.transport.clone.groups import Group

@@ -1,4 +1,4 @@
-"""Ranks of one job that hand a state to each other: the groups of ``transport.groups``, with what needs a repository."""
+"""Ranks of one job that clone a state to each other: the groups of ``transport.groups``, with what needs a repository."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _LOOPBACK = "127.0.0.1"
 
 
 class Closes(Protocol):
-    """What serves a state while the others take it."""
+    """The server of a state while the other ranks clone it."""
 
     @property
     def url(self) -> str:
-        """Where."""
+        """The url at which it serves."""
 
     def close(self) -> None:
         """End it."""
@@ -40,11 +40,11 @@ class Serving(Opened, Protocol):
     """A repository, as ``datastates.open`` returns it, which can serve its states."""
 
     def serve(self, url: str, *, token: str, timeout_s: float, data: str | None) -> Closes:
-        """Serve."""
+        """Begin to serve."""
 
 
 class _Invitation(msgspec.Struct, frozen=True):
-    """The address at which the root serves, for every rank; or why it does not."""
+    """The address at which the root serves, for every rank; or the reason why it does not."""
 
     url: str = ""
     token: str = ""
@@ -68,11 +68,11 @@ class _Broadcasting(meeting.Group):
     ) -> Cloned | None:
         """Clone a state from the root's repository to every other rank, in a chain; collective. ``data`` as for ``Repository.serve``.
 
-        A state of several parts, all of which the root has to reach, goes to each rank straight from the root. Each other rank takes it
-        into its own ``repo``'s memory, or ``into`` live objects. The root serves on its own address only while this runs, with a token
-        that the group exchanges. Returns what this rank cloned (the root: None) once all are done.
+        A state of several parts, all of which the root must be able to reach, goes to each rank straight from the root. Each other rank
+        takes it into its own ``repo``'s memory, or ``into`` live objects. The root serves on its own address only while this runs, with a
+        token that the group exchanges. Returns what this rank cloned (the root: None) once all ranks are done.
 
-        :raises Unavailable: another rank failed; names it. What this one cloned stays. Its own error is raised as itself.
+        :raises Unavailable: another rank failed; names it. What this rank cloned stays. Its own error is raised as it is.
         :raises InvalidInput: there is no such rank.
         """
         if not 0 <= root < self.size:
@@ -115,7 +115,7 @@ class _Broadcasting(meeting.Group):
         return cloned
 
     def _agree(self, error: BaseException | None, root: int) -> None:
-        """Wait for every rank, and raise this one's error, or say which other one failed."""
+        """Wait for every rank, and raise this rank's error, or say which other one failed."""
         outcomes = self.exchange(b"" if error is None else f"{type(error).__name__}: {error}".encode()[:10_000])
         if error is not None:
             raise error
@@ -126,7 +126,7 @@ class _Broadcasting(meeting.Group):
 
 
 class SoloGroup(_Broadcasting, meeting.SoloGroup):
-    """One process by itself, so that the same script runs without ``mpiexec``; there is nobody to broadcast to."""
+    """One process by itself, so that the same script runs without ``mpiexec``; there is no other rank to broadcast to."""
 
 
 class MPIGroup(_Broadcasting, meeting.MPIGroup):

@@ -1,4 +1,4 @@
-"""The newest state of a branch that is whole: every part is read and checked, by the ranks of a job together."""
+"""The newest state of a branch that is whole: the ranks of a job together read and check every part."""
 
 from __future__ import annotations
 
@@ -29,15 +29,16 @@ _logger = logging.getLogger(__name__)
 
 @values.takes(branch=values.text)
 def latest(repo: Opened, branch: str = "main", *, group: Group | None = None) -> State:
-    """The newest state of a branch of which every part verifies, read anew. Collective: each rank reads its share, and all get the same.
+    """The newest state of a branch of which every part verifies, read anew. Collective: each rank reads its share, and all get the same
+    state.
 
-    A part that is damaged, that no rank can reach, or that does not fit the others, makes all go on to the state before it.
+    If a part is damaged, cannot be reached by any rank, or does not fit the others, all ranks go on to the state before it.
 
         state = datastates.ranks.latest(repo)
         run = repo.track(branch=f"from-{state.step}", start=state, model=model, optimizer=optimizer)
 
-    :param repo: the repository, which every rank opened.
-    :param branch: the branch whose states are looked at, from its head along first parents.
+    :param repo: the repository, which every rank has opened.
+    :param branch: the branch whose states are checked, from its head along first parents.
     :param group: the ranks; None: as for ``track``.
     :raises NotFound: there is no such branch.
     :raises Unavailable: none of its states verifies.
@@ -74,7 +75,7 @@ def _older(core: Core, state: State) -> str:
 
 
 def _missing(core: Core, state: State, ranks: Together) -> set[int]:
-    """The parts that verify nowhere. Each is read by one rank, and by the others only where that one cannot."""
+    """The parts that verify nowhere. One rank reads each part; the others read it only if that rank cannot."""
     parts = set(range(state.world_size))
     mine = {part for part in parts if part % ranks.size == ranks.rank}
     left = parts - _told(_sound(core, state, mine), ranks)
@@ -82,7 +83,7 @@ def _missing(core: Core, state: State, ranks: Together) -> set[int]:
 
 
 def _misfit(core: Core, state: State, ranks: Together) -> str:
-    """Why parts each of which verifies do not make this state together; empty where they do."""
+    """Why parts that each verify do not make this state together; empty if they do."""
     meeting, opened = Meeting(ranks.group, f"look at state {state.uid}"), partial(core.tiers.open_part, state)
     try:
         with meeting.united(), open_shared(meeting, state.uid, state.world_size, opened, rank=0) as reader:

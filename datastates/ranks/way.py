@@ -1,4 +1,4 @@
-"""Ranks whose node cannot reach the database reach it through a rank that can."""
+"""A way for ranks whose node cannot reach the database: through a rank that can."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from datastates.transport.session.passage import Gate, Passage
 __all__ = ["reach"]
 
 _MOST_GATES = 3
-"""Ranks through which others go: the first that can reach the database, and two in case that it dies."""
+"""The number of ranks through which others go: the first that can reach the database, and two more in case that one dies."""
 
 _CONNECTIONS = 40
-"""Of one process, at most; somewhat more than a database keeps."""
+"""The most connections of one process; somewhat more than a database keeps."""
 
 _PATIENCE_S = 60.0
-"""So long a rank through which others go waits at the end until they have left."""
+"""How many seconds a rank through which others go waits at the end until they have left."""
 
 _SOCKET = ".s.PGSQL.5432"
-"""How PostgreSQL's own library names a socket in a folder."""
+"""The name that PostgreSQL's own library gives a socket in a folder."""
 
 _ENCRYPTED = ("require", "verify-ca", "verify-full")
 
@@ -54,14 +54,13 @@ def reach(url: str, *, group: Group | None = None) -> Iterator[str]:
         with datastates.ranks.reach("postgresql://ann@db/lineage") as url, datastates.open(url, packs=folder) as repo:
             run = repo.track(model=model)
 
-    Collective at its beginning, on the training threads: each rank tries ``url``. Where some cannot reach it, the first three ranks
-    that can open a port each, which leads to the database and to nothing else, for those that know a key which the ranks draw now.
-    For the others the URL is that of a Unix socket of this process: whatever they ask the database goes there. Ranks through which
-    others go wait at the end of the block, for a minute at most, until those have closed what they opened. SQLite's are files: a rank
-    reaches the folder or it does not.
+    Collective at its beginning, on the training threads: each rank tries ``url``. If some cannot reach it, the first three ranks that can
+    each open a port, which leads only to the database, and only for peers with a key that the ranks draw now. For the others the URL is
+    that of a Unix socket of this process, through which all their queries go. Ranks through which others go wait at the end of the block,
+    for a minute at most, until those have closed what they opened. SQLite's databases are files: a rank reaches the folder or does not.
 
     :param group: the ranks; None: those of this job, as ``track`` finds them.
-    :raises Unavailable: no rank can reach the database, or this one none of those that can.
+    :raises Unavailable: no rank can reach the database, or this rank can reach none of those that can.
     :raises InvalidInput: the URL asks for TLS, which ends at the server and does not go through a rank; or opening refuses it.
     """
     text = values.path(url, "url")
@@ -87,9 +86,9 @@ def reach(url: str, *, group: Group | None = None) -> Iterator[str]:
 
 
 def _server(url: str) -> tuple[str, int] | str:
-    """Where the database answers this rank.
+    """The address at which the database answers this rank.
 
-    :raises Unavailable: it does not.
+    :raises Unavailable: it does not answer.
     """
     database = Database(url)
     try:
@@ -106,7 +105,7 @@ def _server(url: str) -> tuple[str, int] | str:
 
 
 def _gates(ranks: Together, server: tuple[str, int] | str | None, why: str, stack: ExitStack) -> tuple[list[_Gate], bytes]:
-    """Where ranks may go through, and the key; none are opened where all reach the database themselves. Collective."""
+    """The gates through which ranks may go, and the key; none are opened if all ranks reach the database themselves. Collective."""
     key = ranks.first("draw a key", lambda: secrets.token_bytes(32), bytes)
     can = [bool(said) for said in ranks.group.exchange(b"" if server is None else b"1")]
     if not any(can):
@@ -139,20 +138,20 @@ def _through(url: URL, gates: list[_Gate], key: bytes, why: str, stack: ExitStac
 
 
 def _hosts() -> tuple[str, ...]:
-    """The names and addresses of this machine by which others may reach it."""
+    """The names and addresses by which others may reach this machine."""
     name = socket.gethostname()
     found = {name: None}
     with suppress(OSError):
         for *_, address in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM):
             found[str(address[0])] = None
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect(("192.0.2.1", 9))  # nothing is sent: the kernel says from where it would be
+        probe.connect(("192.0.2.1", 9))  # nothing is sent: the kernel only tells from which address it would be
         found[str(probe.getsockname()[0])] = None
     return tuple(host for host in found if not host.startswith("127.") and host != "::1")
 
 
 def _leave(gate: Gate) -> None:
-    """Close a gate, once nobody goes through it any more."""
+    """Close a gate, once no rank goes through it any more."""
     ends_at = time.monotonic() + _PATIENCE_S
     while gate.passing and time.monotonic() < ends_at:
         time.sleep(0.01)

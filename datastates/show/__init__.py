@@ -1,1 +1,1 @@
-"""How a repository looks in a notebook."""
+"""How a repository is shown in a notebook."""

@@ -17,7 +17,7 @@ __all__ = ["States", "frame"]
 
 
 class States(list[State]):
-    """A list of states, as lists are; a slice of it is one too."""
+    """A list of states; a slice of it is one too."""
 
     __slots__ = ()
 
@@ -30,7 +30,7 @@ class States(list[State]):
         return found if isinstance(found, State) else States(found)
 
     def frame(self) -> pd.DataFrame:
-        """The states as a pandas frame, one a row by uid; see ``frame``.
+        """The states as a pandas frame, one row for each by uid; see ``frame``.
 
         :raises Unsupported: pandas is not installed.
         """
@@ -41,14 +41,15 @@ class States(list[State]):
 
 
 def frame(states: Sequence[State]) -> pd.DataFrame:
-    """One state a row, indexed by uid, in their order; columns are named as in a query: ``metrics.loss``, ``attr.seed``, ``config.lr``.
+    """A frame with one row for each state, indexed by uid, in their order; columns are named as in a query: ``metrics.loss``,
+    ``attr.seed``, ``config.lr``.
 
     A metric that a state lacks is NaN, an attribute or a setting None; ``parent`` is the first parent, and the time is in UTC.
 
     :raises Unsupported: pandas is not installed.
     """
     try:
-        import pandas as pd  # half a second that only those who ask should pay
+        import pandas as pd  # takes half a second, so only callers that ask pay for it
     except ImportError as exc:
         raise Unsupported("a frame needs pandas, which is not installed: pip install pandas") from exc
     columns: dict[str, Any] = {

@@ -16,7 +16,7 @@ _METRICS = 100
 
 
 def repository_html(core: Core) -> str:
-    """HTML that takes on the notebook's colours; of a closed repository its name only."""
+    """HTML that uses the notebook's colours; for a closed repository only its name."""
     name = f"<p><strong>datastates</strong> {code(core.location)}"
     if core.is_closed:
         return f"{name}, closed</p>"

@@ -1,4 +1,4 @@
-"""A repository's branches and runs, and states beside each other, as Python hands them out."""
+"""A repository's branches and runs, and states side by side, in the form that Python returns them."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ __all__ = ["comparison", "incomplete", "overview", "runs"]
 
 
 def overview(core: Core, query: str, *, metric: str | None, sort: str, group: str | None) -> Branches:
-    """Every branch for which a condition holds."""
+    """Every branch that meets a condition."""
     with core.reading() as session:
         return branches(session, query, metric=metric, sort=sort, group=group, living=partial(life_of, home=core.home))
 
 
 def runs(core: Core, limit: int | None) -> list[Run]:
-    """The processes that tracked, the last begun first."""
+    """The tracking processes, the latest first."""
     with core.reading() as session:
         return lineage_runs.listing(session, limit=sys.maxsize >> 1 if limit is None else limit)[0]
 
@@ -44,7 +44,7 @@ def incomplete(core: Core, limit: int) -> Incomplete:
 
 
 def comparison(core: Core, revs: Sequence[str]) -> Comparison:
-    """States beside each other."""
+    """States side by side."""
     check_count(len(revs))
     with core.reading() as session:
         return compare(session, revs, [revision.resolve(session, rev) for rev in revs])

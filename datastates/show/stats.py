@@ -18,9 +18,9 @@ __all__ = ["RepositoryStats", "stats"]
 
 @dataclass(frozen=True, slots=True)
 class RepositoryStats:
-    """``lineage`` is what all processes recorded, ``bytes_stored`` what its packs take on disk.
+    """``lineage`` is what all processes recorded, ``bytes_stored`` is what its packs take on disk.
 
-    ``activity`` is of this process alone, since it opened the repository. ``trouble`` is what keeps it from writing, if anything does.
+    ``activity`` is that of this process alone, since it opened the repository. ``trouble`` is what keeps it from writing, if anything does.
     """
 
     lineage: Counts

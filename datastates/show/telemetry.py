@@ -1,4 +1,4 @@
-"""What a process does with its states, for OpenTelemetry: instruments that are read when it collects."""
+"""What a process does with its states, for OpenTelemetry: instruments that it reads when it collects."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _Read = Callable[["CallbackOptions"], Iterable["Observation"]]
 
 
 def instrument(core: Core, meter: Meter | None = None) -> None:
-    """Make the instruments; they do not keep the repository open, and say nothing once it is gone.
+    """Make the instruments; they do not keep the repository open, and report nothing once it is gone.
 
     :raises Unsupported: OpenTelemetry is not installed.
     """
@@ -52,6 +52,6 @@ def instrument(core: Core, meter: Meter | None = None) -> None:
 
 
 def _activities(core: Core | None) -> list[Activity]:
-    """What there is to say: nothing until something was captured."""
+    """The activities to report: none until something was captured."""
     host = None if core is None else core.running
     return [] if host is None else [host.recorder.activity()]

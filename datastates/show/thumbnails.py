@@ -1,4 +1,4 @@
-"""Samples as small pictures: of arrays, drawn by matplotlib; or of what is an encoded image already."""
+"""Samples as small pictures: of arrays, drawn by matplotlib; or of images that are encoded already."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ _BEGINNINGS = (
 
 
 def media_type(image: bytes) -> str | None:
-    """The type of an encoded picture, by how it begins: PNG, JPEG, GIF or WebP. None: another, such as SVG, which may hold a script."""
+    """The type of an encoded picture, by its first bytes: PNG, JPEG, GIF or WebP. None: another, such as SVG, which may hold a script."""
     if image[:4] == b"RIFF" and image[8:12] == b"WEBP":
         return "image/webp"
     return next((type_ for beginning, type_ in _BEGINNINGS if image.startswith(beginning)), None)
 
 
 def image_of(found: object, index: int) -> bytes:
-    """What a user's function gave for a sample, as an encoded picture: bytes of one as they are, an array as ``thumbnail`` draws it.
+    """What a user's function returned for a sample, as an encoded picture: encoded bytes as they are, an array as ``thumbnail`` draws it.
 
     :raises InvalidInput: it is neither, or larger than ``MOST_BYTES``.
     :raises Unsupported: it is an array, and matplotlib is not installed.
@@ -65,7 +65,7 @@ def thumbnail(found: object, index: int) -> bytes:
 
 
 def figure(width: float, height: float) -> Any:
-    """An empty figure of so many inches.
+    """An empty figure of this size in inches.
 
     :raises Unsupported: matplotlib is not installed.
     """
@@ -80,7 +80,7 @@ def figure(width: float, height: float) -> Any:
 
 
 def draw(axes: Any, array: NDArray[np.float64]) -> None:
-    """Put a curve or a picture into axes."""
+    """Draw a curve or a picture into axes."""
     if array.ndim == 1:
         axes.plot(array, color="#0072b2", linewidth=1)
     else:
