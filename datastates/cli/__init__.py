@@ -1,4 +1,4 @@
-"""The terminal: ``datastates COMMAND``. One file a group of commands; each parses, calls one function, renders."""
+"""The terminal: ``datastates COMMAND``. One file for each group of commands; each command parses, calls one function, and renders."""
 
 from __future__ import annotations
 

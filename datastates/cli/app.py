@@ -1,4 +1,4 @@
-"""The commands put together, and what surrounds each of them: global options, errors, the end of a pipe."""
+"""All commands together, and what surrounds each of them: global options, errors, the end of a pipe."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ EPILOG = (
 
 
 class Group(TyperGroup):
-    """Ends every command that fails in one way: a message on standard error and a documented exit code."""
+    """The group of commands. Every command that fails ends in the same way: with a message on standard error and a documented exit code."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -102,12 +102,12 @@ def run() -> None:
     except SystemExit:
         _flush()
         raise
-    except Exception as error:  # the one place where a command ends: what no user caused is shown with its trace
+    except Exception as error:  # the one place where a command ends: an error that no user caused is shown with its trace
         sys.exit(_complain(error, as_json="--json" in sys.argv[1:]))
 
 
 def _flush() -> None:
-    """Write what is buffered now, where a closed pipe is not an error yet."""
+    """Write buffered output now, while a closed pipe is not an error yet."""
     try:
         sys.stdout.flush()
     except BrokenPipeError:
@@ -115,5 +115,5 @@ def _flush() -> None:
 
 
 def _leave_pipe() -> None:
-    """End quietly when our reader has seen enough (``| head``): that is no failure, and nothing may be written at exit either."""
+    """End quietly when our reader has seen enough (``| head``): that is not a failure, and nothing may be written at exit either."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -107,14 +107,14 @@ def bisect(
 
 
 def _notes_of(repository: Repository, question: str) -> Path | None:
-    """The file that keeps the verdicts of a question, in the repository's folder; None where nothing may be written."""
+    """The file that keeps the verdicts of a question, in the repository's folder; None if nothing may be written."""
     folder = repository.location.root or repository.location.packs.parent
     name = f"bisect-{hashlib.blake2b(question.encode(), digest_size=8).hexdigest()}.json"
     return folder / name if os.access(folder, os.W_OK) else None
 
 
 def _telling(shell: Shell, judge: Judge) -> Judge:
-    """Says what was found of each state, as it is."""
+    """A judge that prints each verdict as it is found."""
 
     def told(state: State) -> Verdict:
         verdict = judge(state)

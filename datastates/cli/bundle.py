@@ -1,4 +1,4 @@
-"""``export`` and ``import``: states as a folder that can be carried elsewhere, and checkpoint files of others."""
+"""``export`` and ``import``: states as a folder that can be carried elsewhere, and checkpoint files of other tools."""
 
 from __future__ import annotations
 

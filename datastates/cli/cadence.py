@@ -1,4 +1,4 @@
-"""``cadence``: how often states of a branch should become durable, by what was measured."""
+"""``cadence``: how often states of a branch should become durable, by the measured costs."""
 
 from __future__ import annotations
 

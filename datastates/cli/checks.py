@@ -1,4 +1,4 @@
-"""What works on this machine: one function a subject, each returning findings and never raising."""
+"""What works on this machine: one function for each subject, which returns findings and never raises."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One finding; ``next`` is what would make it better."""
+    """One finding; ``next`` says what would improve it."""
 
     name: str
     status: Verdict
@@ -56,7 +56,7 @@ class Check:
 
 
 def examine(location: Location) -> Iterator[Check]:
-    """Every finding, one after the other: the slow ones come last."""
+    """Every finding, one after the other; the slow ones come last."""
     yield _python()
     yield from _torch()
     orderly()
@@ -116,7 +116,7 @@ def _ucx() -> Iterator[Check]:
 
 
 def _reach_of_devices(resources: Iterable[str]) -> str:
-    """Whether the UCX that is used could move memory of devices; clones do not let it (design 026)."""
+    """Whether the UCX in use could move memory of devices; clones do not let it (design 026)."""
     found = {each.split("/")[0] for each in resources if each.startswith(("cuda", "rocm", "gdr", "ze_"))}
     wheel = importlib.util.find_spec("libucx")
     if wheel is not None and wheel.origin is not None and not has_system_ucx():
@@ -126,7 +126,7 @@ def _reach_of_devices(resources: Iterable[str]) -> str:
 
 
 def _unused_adapters(resources: Iterable[str], folder: Path = Path("/sys/class/infiniband")) -> list[str]:
-    """InfiniBand (or RoCE) adapters of this machine that UCX has no transport for."""
+    """The InfiniBand (or RoCE) adapters of this machine for which UCX has no transport."""
     adapters = sorted(each.name for each in folder.iterdir()) if folder.is_dir() else []
     return [name for name in adapters if not any(f"/{name}:" in resource for resource in resources)]
 
@@ -143,7 +143,7 @@ def _mpi() -> Iterator[Check]:
 
 
 def _in_other_process(name: str, package: str, code: str, hint: str) -> Check:
-    """Try a library where it can neither hang nor leave anything behind."""
+    """Try a library in a process where it can neither hang this one nor leave anything behind."""
     if importlib.util.find_spec(package) is None:
         return Check(name, Verdict.MISSING, f"{package} is not installed", hint)
     is_fit, said = _run(sys.executable, "-c", code)
@@ -210,7 +210,7 @@ def _machine() -> Iterator[Check]:
 
 
 def _descriptors() -> Check:
-    """Whether servers may take enough descriptors, and how many a process has."""
+    """Whether servers may use enough descriptors, and how many a process has."""
     import resource
 
     from datastates.system.admission import of_process
@@ -223,7 +223,7 @@ def _descriptors() -> Check:
 
 
 def _files(packs: Path) -> Iterator[Check]:
-    """Where the packs are, or would be: the nearest folder that exists."""
+    """Check where the packs are, or would be: in the nearest folder that exists."""
     folder = next(path for path in (packs, *packs.parents) if path.is_dir())
     free = shutil.disk_usage(folder).free
     hint = None if free >= _LITTLE_DISK_BYTES else "free some space, or put the packs elsewhere"
@@ -249,7 +249,7 @@ def _files(packs: Path) -> Iterator[Check]:
 
 
 def _retention(packs: Path, free: int) -> Check:
-    """What stays on disk, as a training with the present environment would have it."""
+    """Which states stay on disk, for a training with the present environment."""
     from datastates.config import Config
     from datastates.policy.retention import retention_of
 
@@ -298,7 +298,7 @@ def _version(package: str) -> str | None:
 
 
 def _run(*command: str) -> tuple[bool, str]:
-    """Whether it ended well, and its first line; the last of what it complained of when it did not."""
+    """Whether the command succeeded, and its first line of output; if it failed, the last line of its complaint."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, stdin=subprocess.DEVNULL, check=False)
     except (OSError, subprocess.SubprocessError) as error:

@@ -1,4 +1,4 @@
-"""``clone``: a state that another process serves, into a repository of one's own, where it outlives this command."""
+"""``clone``: clones a state that another process serves into a repository of one's own, where it outlives this command."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def clone(
     if branch is not None:
         _check_name(branch)
     location = shell.location(must_exist=False)
-    import_module("datastates.repository")  # what takes long to import comes before anything is begun
+    import_module("datastates.repository")  # imports that take long come before anything is begun
     from datastates.clone.peer import connect
 
     orderly()
@@ -99,7 +99,7 @@ def clone(
 
 
 def split_source(source: str) -> tuple[str, str]:
-    """The url of a server, and the revision: all that follows the first slash behind host and port, whatever it is made of.
+    """The url of a server, and the revision: everything after the first slash behind host and port, whatever it contains.
 
     :raises InvalidInput: one of them is missing.
     """
@@ -114,7 +114,7 @@ def split_source(source: str) -> tuple[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class _Name:
-    """The name that keeps the state once this command has ended."""
+    """The name that keeps the state after this command has ended."""
 
     kind: str
     name: str
@@ -122,7 +122,7 @@ class _Name:
 
     @classmethod
     def of(cls, repository: Repository, state: State, branch: str | None) -> _Name:
-        """A branch where one is asked for, else a tag; one that names this state already will do.
+        """A branch if one is asked for, else a tag; a name that already names this state is used again.
 
         :raises Conflict: the name is taken.
         """
@@ -133,7 +133,7 @@ class _Name:
         return cls(kind, name, found is not None)
 
     def give(self, repository: Repository, state: State, *, source: str) -> None:
-        """Give it."""
+        """Give the state this name."""
         if self.is_there:
             return
         if self.kind == "branch":
@@ -150,7 +150,7 @@ def _check_name(branch: str) -> None:
 
 @contextmanager
 def _made(location: Location) -> Iterator[None]:
-    """Take away again what this command makes of the repository if it fails, unless a state is in it by then."""
+    """Remove what this command makes of the repository if it fails, unless a state is in it by then."""
     root, packs = location.root, location.packs
     if root is None or location.is_present:
         yield
@@ -172,7 +172,7 @@ def _made(location: Location) -> Iterator[None]:
 
 @contextmanager
 def _opened(location: Location, state: State) -> Iterator[Repository]:
-    """The repository, with memory for the state: what DATASTATES_MEMORY says, else a quarter of what is free, or what it takes."""
+    """The repository, with memory for the state: the size in DATASTATES_MEMORY, else a quarter of what is free, or what the state takes."""
     from datastates.config import Config
     from datastates.repository import open as open_repository
     from datastates.system.memory import available_memory_bytes
@@ -201,7 +201,7 @@ def _fetch(shell: Shell, peer: Peer, repository: Repository, state: State, *, ta
         )
         try:
             return transfer.wait()
-        except BaseException:  # SIGTERM among them: nothing may be written any more when the repository is closed
+        except BaseException:  # including SIGTERM: nothing may be written any more when the repository is closed
             transfer.cancel()
             with suppress(Exception):  # that it was cancelled, or what the error below says already
                 transfer.wait()
@@ -209,7 +209,7 @@ def _fetch(shell: Shell, peer: Peer, repository: Repository, state: State, *, ta
 
 
 def _make_durable(shell: Shell, repository: Repository, state: State) -> None:
-    """Wait until it is on disk.
+    """Wait until the state is on disk.
 
     :raises Unavailable: it could not be written.
     """
@@ -246,7 +246,7 @@ def _is_watched(shell: Shell) -> bool:
 
 
 def _progress(shell: Shell) -> Progress:
-    """A progress bar on standard error, and only for people."""
+    """A progress bar on standard error, shown only to people."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 

@@ -1,6 +1,6 @@
-"""The commands, in the order in which help lists them: where each is defined, and under which heading it stands.
+"""The commands, in the order in which help lists them: the module that defines each, and its heading.
 
-A command's module is imported when the command runs, is completed or is listed by ``--help``, so that none pays for the others.
+A command's module is imported when the command runs, is completed or is listed by ``--help``, so that no command pays for the others.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ COMMANDS = {
     "doctor": ("Set up and check", "doctor"),
     "demo": ("Set up and check", "setup"),
 }
-"""Its heading and its module, whose ``register`` adds it to a ``typer.Typer``."""
+"""The heading and the module of each command; the module's ``register`` adds it to a ``typer.Typer``."""
 
 
 class Command(TyperCommand):
-    """A command whose parameters cost what they must."""
+    """A command whose parameters cost no more than necessary."""
 
     def get_params(self, ctx: Any) -> list[Any]:
         return simplify(super().get_params(ctx))
@@ -101,9 +101,9 @@ def _make(name: str) -> Any:
 
 
 def simplify(parameters: list[Any]) -> list[Any]:
-    """Show flags without a type, and take values as they are where nothing is to be converted.
+    """Show flags without a type, and take values as they are if nothing has to be converted.
 
-    Typer converts by pydantic, whose import takes a third of the time in which ``datastates log`` begins.
+    Typer converts with pydantic, whose import takes a third of the time that ``datastates log`` needs to begin.
     """
     for parameter in parameters:
         if getattr(parameter, "is_flag", False):
@@ -114,7 +114,7 @@ def simplify(parameters: list[Any]) -> list[Any]:
 
 
 class _Unconverted:
-    """What a parameter makes of a value: what is missing, a default, and a text where one is wanted stay what they are."""
+    """The conversion for a parameter: a missing value, a default, and a text where a text is wanted stay as they are."""
 
     def __init__(self, parameter: Any) -> None:
         self._convert, self._parameter = parameter.process_value, parameter

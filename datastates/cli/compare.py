@@ -1,4 +1,4 @@
-"""``compare``: states beside each other."""
+"""``compare``: states side by side."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def compare(
 
 
 def _table(found: Comparison, *, show_same: bool) -> Table:
-    """A column for each state; the best of each metric is green."""
+    """A table with a column for each state; the best value of each metric is green."""
     from datastates.lineage.show.texts import clean, short, step_text
 
     from .render import stored_text

@@ -1,4 +1,4 @@
-"""``config``: what a state was configured with."""
+"""``config``: the configuration of a state."""
 
 from __future__ import annotations
 

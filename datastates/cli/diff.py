@@ -72,7 +72,7 @@ def diff(
 
 
 def _instead(found: Diff) -> list[str]:
-    """What of the bytes is lacking, and the command that compares what can be had instead."""
+    """The bytes that are lacking, and the command that compares the states that can be had instead."""
     if not found.lacking:
         return []
     nearest = {lacking.state: lacking.nearest for lacking in found.lacking}
@@ -94,7 +94,7 @@ def _heading(found: Diff) -> list[RenderableType]:
 
 
 def _settings(found: Diff) -> list[RenderableType]:
-    """The configuration, which explains the rest."""
+    """The lines about the configuration, which explains the other changes."""
     from .render import facts_table
 
     return [facts_table([("config", f"{key}: {_value(old)} -> {_value(new)}") for key, (old, new) in found.config.items()])] * bool(

@@ -1,4 +1,4 @@
-"""Where the terminal begins: Ctrl-C is seen to before anything else is imported."""
+"""The entry point of the terminal: Ctrl-C is handled before anything else is imported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One line a command, which its ``--help`` shows. The tests run each of them, as far as it ends by itself."""
+"""One example line for each command, which its ``--help`` shows. The tests run each of them, unless it never ends by itself."""
 
 from __future__ import annotations
 
@@ -41,4 +41,4 @@ EXAMPLES = {
     "doctor": "datastates doctor",
     "demo": "datastates demo --short",
 }
-"""By the name of the command."""
+"""The examples by the name of the command."""

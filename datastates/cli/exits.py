@@ -1,4 +1,4 @@
-"""How a command ends: which exit code an error has, and how it is said."""
+"""How a command ends: the exit code of each error, and how the error is reported."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ EXIT_CODES = {
     "module-failed": 1,
     "cancelled": 130,
 }
-"""By the kind of an error; 2 is a wrong command line, and whatever is not here is a defect: 1."""
+"""Exit codes by the kind of error. 2 is a wrong command line; an error that is not listed is a defect: 1."""
 
 
 def code_of(error: BaseException) -> int:
-    """The exit code that ``error`` ends a command with."""
+    """The exit code with which ``error`` ends a command."""
     return EXIT_CODES.get(error.kind, 1) if isinstance(error, DatastatesError) else 1
 
 
 def complain(error: BaseException, *, as_json: bool) -> None:
-    """Say on standard error what went wrong: one red message, or a JSON object; a traceback only when it is asked for."""
+    """Report an error on standard error: one red message, or a JSON object; with a traceback only if it is asked for."""
     if os.environ.get("DATASTATES_TRACEBACK"):
         traceback.print_exception(error)
     if as_json:

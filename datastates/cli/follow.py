@@ -1,4 +1,4 @@
-"""``log --follow``: new states, a line each, as they are recorded; until Ctrl-C, or until nobody reads any more."""
+"""``log --follow``: new states, one a line, as they are recorded; until Ctrl-C, or until nobody reads any more."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ __all__ = ["follow_log"]
 
 _LOOK_MS = 250
 _AGAIN = 256
-"""PostgreSQL may commit a lower row id after a higher one: the last ids are looked at again."""
+"""PostgreSQL may commit a lower row id after a higher one, so this many of the last ids are looked at again."""
 
 
 def follow_log(shell: Shell, rev: str | None, limit: int, *, all_refs: bool) -> None:
     """Show the newest ``limit`` states, oldest first, then each new one: those of a branch, or all.
 
-    :raises InvalidInput: ``rev`` is no branch.
-    :raises BrokenPipeError: whoever read the output has gone.
+    :raises InvalidInput: ``rev`` is not a branch.
+    :raises BrokenPipeError: the reader of the output has gone.
     """
     with shell.database() as database:
         with database.read() as session:
@@ -41,7 +41,7 @@ def follow_log(shell: Shell, rev: str | None, limit: int, *, all_refs: bool) -> 
 
 
 def _branch(session: Session, rev: str | None, *, all_refs: bool) -> str | None:
-    """The branch that is followed; None: all."""
+    """The branch to follow; None: all."""
     from datastates.lineage.search import refs
     from datastates.lineage.states import RefKind
 
@@ -54,7 +54,7 @@ def _branch(session: Session, rev: str | None, *, all_refs: bool) -> str | None:
 
 
 def _arriving(database: Database, branch: str | None, limit: int) -> Iterator[list[State]]:
-    """The newest states, then at each look those that came; parents before children."""
+    """The newest states, then at each look the new ones; parents before children."""
     from datastates.lineage.search import refs, walk
     from datastates.lineage.show.origins import branches_of, newest_id, states_after
 
@@ -94,7 +94,7 @@ def _write(shell: Shell, database: Database, states: list[State], *, with_branch
 
 
 def _wait() -> None:
-    """Wait a moment; end when the reader of a pipe has gone, which a write alone would not notice before the next state."""
+    """Wait a moment; ends when the reader of a pipe has gone, which would otherwise be noticed only when the next state is written."""
     poller = select.poll()
     poller.register(sys.stdout.fileno(), 0)
     if any(said & select.POLLERR for _, said in poller.poll(_LOOK_MS)):

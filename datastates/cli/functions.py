@@ -1,4 +1,4 @@
-"""A function of the user's that ``MODULE:FUNCTION`` names."""
+"""The user's function that ``MODULE:FUNCTION`` names."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ __all__ = ["function_of"]
 
 
 def function_of(said: str, purpose: str) -> Callable[..., Any]:
-    """The function; modules of the current folder are found too. ``purpose`` is what it does: ``gives a picture``.
+    """The function; modules of the current folder are found too. ``purpose`` says what it must do: ``gives a picture``.
 
-    :raises InvalidInput: there is none.
+    :raises InvalidInput: there is no such function.
     """
     module, _, name = said.partition(":")
     if not (module and name):

@@ -1,4 +1,4 @@
-"""Branches, runs and the whole, as a person sees them in a terminal: pure functions to rich renderables."""
+"""Branches, runs and the whole repository as a person sees them in a terminal: pure functions that return rich renderables."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ __all__ = ["branches_table", "duration_text", "rows_of", "runs_table", "spark_te
 
 _BARS = "▁▂▃▄▅▆▇█"
 _GAP = 2  # blanks between columns
-_NAME = 24  # of a branch, where not all fits
+_NAME = 24  # of a branch, if not everything fits
 _MARKS = {Life.RUNNING: ("●", "green"), Life.ENDED: ("○", "bright_black"), Life.UNKNOWN: ("?", "yellow")}
 _ENDS = {How.FAILED: ("✗", "red"), How.KILLED: ("✗", "red"), How.INTERRUPTED: ("◌", "yellow")}
 
 
 @dataclass(frozen=True, slots=True)
 class _Column:
-    """``weight`` says which columns give way first where not all fit: the heaviest."""
+    """A column; ``weight`` says which columns give way first if not all fit: the heaviest."""
 
     head: str
     cells: tuple[Text, ...]
@@ -45,7 +45,7 @@ class _Column:
 
 
 def branches_table(found: Branches, width: int, *, now: datetime | None = None) -> Table:
-    """One branch a row; what matters most where not everything fits into ``width``."""
+    """A table with one row for each branch; what matters most if not everything fits into ``width``."""
     items, metric = found.items, found.metric or "metric"
     columns = [
         _column("", [_mark(item.life, item.ending) for item in items], 0),
@@ -71,7 +71,7 @@ def branches_table(found: Branches, width: int, *, now: datetime | None = None) 
 
 
 def runs_table(found: Sequence[RunInfo], width: int, *, now: datetime | None = None) -> Table:
-    """One run a row, the last begun first."""
+    """A table with one row for each run, the latest first."""
     columns = [
         _column("", [_mark(run.life, run.ending) for run in found], 0),
         _column("run", [Text(short(run.uid), style="yellow") for run in found], 0),
@@ -89,7 +89,7 @@ def runs_table(found: Sequence[RunInfo], width: int, *, now: datetime | None = N
 
 
 def stats_table(found: Stats) -> Table:
-    """The whole in numbers."""
+    """The whole repository in numbers."""
     statuses = ", ".join(f"{number:,} {status}" for status, number in found.statuses.items())
     facts: list[tuple[str, object]] = [
         ("states", f"{found.states:,}" + (f": {statuses}" if statuses else "")),
@@ -175,7 +175,7 @@ def _column(head: str, cells: Sequence[Text], weight: int) -> _Column:
 
 
 def _fitted(columns: list[_Column], width: int) -> Table:
-    """A table of the columns that fit, the lightest first; of those that are left the last is cut with an ellipsis."""
+    """A table of the columns that fit, the lightest first; of those that are left, the last is cut with an ellipsis."""
     kept = list(columns)
     while len(kept) > 2 and sum(column.width + _GAP for column in kept) - _GAP > width:
         heaviest = max(reversed(kept), key=lambda column: column.weight)
@@ -210,7 +210,7 @@ def _point(point: Point | None) -> Text:
 
 
 def _restorable(item: Branch) -> Text:
-    """The best that can be restored, where that is not the best: else it would stand there twice."""
+    """The best state that can be restored: value and step, or only the step if it is the best state, whose value stands there already."""
     if item.best_restorable is None:
         return Text("none" if item.best is not None else "", style="red")
     same = item.best is not None and item.best.state == item.best_restorable.state
@@ -239,7 +239,7 @@ def _mark(life: Life, ending: Ending | None) -> Text:
 
 
 def _unwell(ending: Ending) -> str:
-    """How it ended, unless it just ended: ``failed at step 7: RuntimeError``."""
+    """How it ended, unless it ended normally: ``failed at step 7: RuntimeError``."""
     if ending.how is How.ENDED:
         return ""
     said = ending.how.value + ("" if ending.step is None else f" at step {ending.step}")

@@ -20,7 +20,7 @@ _COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red")
 
 
 def log_lines(states: Sequence[State], refs: Iterable[Ref], *, is_drawn: bool, is_short: bool) -> list[Text]:
-    """The lines of the log; a state has one with ``is_short``, else a handful. ``states`` come newest first."""
+    """The lines of the log; one for each state with ``is_short``, else a few. ``states`` come newest first."""
     names = by_state(refs)
     texts = [[state_text(s, names.get(s.uid, ()))] if is_short else _paragraph(s, names.get(s.uid, ())) for s in states]
     if not is_drawn:
@@ -37,7 +37,7 @@ def log_lines(states: Sequence[State], refs: Iterable[Ref], *, is_drawn: bool, i
 
 
 def write_lines(console: Console, lines: Iterable[Text]) -> None:
-    """Write each on a line of its own: cut to the width of a terminal, whole for a program or a file."""
+    """Write each line: cut to the width of a terminal, whole for a program or a file."""
     for line in lines:
         if console.is_terminal:
             console.print(line.cut(console.width), no_wrap=True)

@@ -27,7 +27,7 @@ __all__ = ["register"]
 Limit = Annotated[int, typer.Option("--limit", "-n", min=0, help="Show at most this many states; 0 shows all.")]
 
 FOUND = 100
-"""How many states ``find`` shows to people who did not say."""
+"""How many states ``find`` shows to people who set no limit."""
 
 
 def register(app: typer.Typer) -> None:
@@ -175,7 +175,7 @@ def _first(limit: int | None) -> str:
 def _search(
     session: Session, query: Query, most: int | None, *, sort: str | None, since: str | None, text: str | None = None
 ) -> tuple[list[State], Query]:
-    """At most ``most`` of the states that a query finds as the options say, and the query that was asked in the end."""
+    """At most ``most`` of the states that match a query with the options, and the query that was finally asked."""
     from datastates.lineage.search.names import check_names
     from datastates.lineage.search.pages import find_each
 
@@ -232,7 +232,7 @@ def _is_empty(session: Session) -> bool:
 
 
 def _say_empty(shell: Shell) -> None:
-    """What to do with a repository in which nothing was captured."""
+    """Print what to do with a repository in which nothing was captured."""
     where = shell.url
     shell.hint(
         f"no states yet in {where}: a training that captures records them there, `datastates clone` and `datastates import` bring them, "
@@ -241,7 +241,7 @@ def _say_empty(shell: Shell) -> None:
 
 
 def _late(session: Session, shown: Sequence[State]) -> str | None:
-    """What waits for parts of ranks: of the training of the newest state that is shown, of all where there is none yet."""
+    """What waits for parts of ranks: in the training of the newest state shown, or in all if there is none yet."""
     if shown and shown[0].world_size == 1:
         return None
     from datastates.lineage.change.awaited import waiting
@@ -253,7 +253,7 @@ def _late(session: Session, shown: Sequence[State]) -> str | None:
 
 
 def _select(session: Session, rev: str | None, limit: int | None, *, all_refs: bool) -> list[State]:
-    """The states that the log is to show, newest first."""
+    """The states for the log to show, newest first."""
     from datastates.lineage.search import refs, walk
 
     if rev is not None:
@@ -269,9 +269,9 @@ def _select(session: Session, rev: str | None, limit: int | None, *, all_refs: b
 
 
 def _merge(session: Session, heads: list[str], limit: int | None) -> list[State]:
-    """The histories of several heads in one, each state once. Row ids fall along every path: a child comes before its parents.
+    """The histories of several heads in one, each state once. Row ids fall along every path, so a child comes before its parents.
 
-    So the newest ``limit`` states lie on the paths of as many heads, the newest.
+    So the newest ``limit`` states lie on the paths of the newest ``limit`` heads.
     """
     from datastates.lineage.lookup import ids_of
     from datastates.lineage.search import walk

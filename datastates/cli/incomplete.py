@@ -1,4 +1,4 @@
-"""``incomplete``: states of several ranks that are not whole; and the parts of those that are, for ``show``."""
+"""``incomplete``: states of several ranks that are not whole; and for ``show``, the parts of those that are."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 __all__ = ["late_text", "part_facts", "register"]
 
 LISTED = 16
-"""A line a rank, for at most so many; of more ranks a line a place."""
+"""The most ranks with a line each; with more ranks there is a line for each place."""
 
 
 LATE_S = 5.0
-"""So long a state may wait for parts before ``log`` says so: ranks are never quite at once."""
+"""How many seconds a state may wait for parts before ``log`` reports it: ranks are never quite at once."""
 
 _WHAT_TO_DO = {
     Life.RUNNING: (
@@ -77,7 +77,7 @@ def incomplete(
 
 
 def late_text(found: Sequence[Waiting]) -> str | None:
-    """What ``log`` says of states that wait; None where none has waited for long."""
+    """The line of ``log`` about states that wait; None if none has waited for long."""
     from datetime import UTC, datetime
 
     from .render import age_text
@@ -90,7 +90,7 @@ def late_text(found: Sequence[Waiting]) -> str | None:
 
 
 def part_facts(state: StateDetail) -> Iterator[tuple[str, str]]:
-    """What ``show`` says of a state of several ranks: whose part is where."""
+    """The facts for ``show`` about a state of several ranks: whose part is where."""
     from datastates.lineage.change.awaited import ranks_text
     from datastates.lineage.show.by_rank import by_rank
 
@@ -116,7 +116,7 @@ def part_facts(state: StateDetail) -> Iterator[tuple[str, str]]:
 
 
 def _advice(session: Session, home: Home, found: Sequence[Waiting]) -> list[str]:
-    """A line for each process that is late, of at most ``LISTED``: which it is, and what to do."""
+    """A line for each of at most ``LISTED`` late processes: which process it is, and what to do."""
     from datastates.lineage.change.runs import of_ranks
     from datastates.opening.life import life_of
 

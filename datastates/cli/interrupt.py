@@ -1,4 +1,4 @@
-"""Ctrl-C while a command begins ends it quietly; later it raises, so that what is half done is put in order."""
+"""Ctrl-C ends a command quietly while it begins; later it raises, so that half-done work is put in order."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ INTERRUPTED = 130
 
 
 def is_default() -> bool:
-    """Whether Ctrl-C does what it does in Python; else whoever started us wants it otherwise."""
+    """Whether Ctrl-C has Python's own handler; if not, the process that started us wants something else."""
     return _signal.getsignal(_signal.SIGINT) is _signal.default_int_handler
 
 
 def leave_at_once() -> None:
-    """From here on Ctrl-C ends the process where it stands.
+    """From here on Ctrl-C ends the process at once.
 
-    An import that is broken off leaves half a module behind, on which others then fail.
+    An interrupted import leaves half a module behind, on which others then fail.
     """
     _signal.signal(_signal.SIGINT, _leave)
 
 
 def orderly() -> None:
-    """From here on Ctrl-C raises: called once everything is imported, before anything is changed."""
+    """From here on Ctrl-C raises. Called once everything is imported, before anything is changed."""
     if _signal.getsignal(_signal.SIGINT) is _leave:
         _signal.signal(_signal.SIGINT, _signal.default_int_handler)
 

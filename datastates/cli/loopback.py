@@ -1,4 +1,4 @@
-"""Trying what UCX can do here: 64 MiB are moved between two workers, as clones are moved."""
+"""A trial of UCX on this machine: 64 MiB are moved between two workers, as in a clone."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ _PATIENCE_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The versions, the transports with their devices (``tcp/eth0``), how fast bytes arrived, and what the processes that run UCX could
-    not be forbidden."""
+    """The versions, the transports with their devices (``tcp/eth0``), the speed at which bytes arrived, and what could not be forbidden to
+    the processes that run UCX.
+    """
 
     ucxx: str
     ucx: str
@@ -35,7 +36,7 @@ class Found:
 
 
 def try_ucx() -> Found:
-    """Try it. UCX runs in processes of its own, which may hang or die.
+    """Run the trial. UCX runs in separate processes, which may hang or die.
 
     :raises DatastatesError: it does not work.
     """
@@ -64,7 +65,7 @@ async def _try() -> Found:
 
 
 async def _moved(sender: UcxTransport, receiver: UcxTransport) -> float:
-    """Bytes a second."""
+    """The speed in bytes a second."""
     link, back = await sender.link(await receiver.address()), await receiver.link(await sender.address())
     data, into = bytearray(range(256)) * (CHUNK_BYTES // 256), [bytearray(CHUNK_BYTES) for _ in range(_AT_ONCE)]
 

@@ -1,4 +1,4 @@
-"""``note``: what people write of states and branches."""
+"""``note``: what people write about states and branches."""
 
 from __future__ import annotations
 

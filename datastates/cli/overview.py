@@ -1,4 +1,4 @@
-"""``branches``, ``best``, ``runs``, ``stats`` and ``watch``: what a person asks first."""
+"""``branches``, ``best``, ``runs``, ``stats`` and ``watch``: the answers to what a person asks first."""
 
 from __future__ import annotations
 
@@ -194,7 +194,7 @@ def watch(
 
 
 def _watch(shell: Shell, look: Callable[[], Branches], every_s: float, times: int) -> None:
-    """Look again and again. In a terminal one table is drawn anew; elsewhere each one that differs is written below the one before."""
+    """Look again and again. In a terminal one table is redrawn; elsewhere each table that differs is written below the previous one."""
     from rich.live import Live
 
     from .glance import branches_table
@@ -258,7 +258,7 @@ def _quoted(key: str) -> str:
 
 @contextmanager
 def _looking(shell: Shell) -> Iterator[tuple[Session, Home]]:
-    """A transaction that reads the lineage, and the folder whose leases say who lives."""
+    """A transaction that reads the lineage, and the folder whose leases show which processes live."""
     from datastates.opening.home import look_at
 
     home = look_at(shell.location())

@@ -1,4 +1,4 @@
-"""``restore``: the bytes of a state."""
+"""``restore``: writes the bytes of a state to files."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def restore(
 
 @contextmanager
 def counting(shell: Shell, what: str) -> Iterator[Callable[[int, int], None]]:
-    """A progress bar that counts things that are no bytes: takes how many are done, and how many there are at most."""
+    """A progress bar that counts things other than bytes: it takes how many are done, and how many there are at most."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
@@ -87,7 +87,7 @@ def counting(shell: Shell, what: str) -> Iterator[Callable[[int, int], None]]:
 
 
 def progress_of(shell: Shell) -> Progress:
-    """A progress bar on standard error, and only for people."""
+    """A progress bar on standard error, shown only to people."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 

@@ -1,4 +1,4 @@
-"""What commands that connect to other processes have in common: how each side proves itself."""
+"""What commands that connect to other processes share: how each side proves who it is."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TlsCa = Annotated[
 
 
 def trusting(ca: Path | None) -> Tls | None:
-    """TLS with servers whose certificates a file vouches for; None: without TLS."""
+    """TLS with servers whose certificates are signed by those in a file; None: without TLS."""
     from datastates.transport.contract import Tls  # the transport takes a while to import
 
     return None if ca is None else Tls(trusted=ca)

@@ -1,4 +1,4 @@
-"""What ``--columns``, ``--sort`` and ``--since`` ask for."""
+"""The meaning of ``--columns``, ``--sort`` and ``--since``."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def refine(session: Session, query: Query, *, sort: str | None, since: str | Non
     """The query, ordered and bounded as the options say.
 
     :raises SyntaxProblem: ``sort`` names nothing that is known.
-    :raises InvalidInput: ``since`` is no age and no date.
+    :raises InvalidInput: ``since`` is neither an age nor a date.
     """
     from datastates.lineage.search.query import AllOf
 

@@ -1,4 +1,4 @@
-"""How states, refs and their parts look to a person; pure functions to texts and tables."""
+"""How states, refs and their parts look to a person: pure functions that return texts and tables."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def status_text(status: Status) -> Text:
 
 
 def stored_text(state: State) -> Text:
-    """``durable, 11.9 MiB``; of what is gone, how much it was."""
+    """Where the state is stored, such as ``durable, 11.9 MiB``; if its bytes are gone, how much it was."""
     size = size_text(state.bytes_total)
     return status_text(state.status).append(f", {size}" if state.status.is_restorable else f" (was {size})")
 
@@ -64,7 +64,7 @@ def by_state(refs: Iterable[Ref]) -> dict[str, list[Ref]]:
 
 
 def refs_text(refs: Sequence[Ref]) -> Text:
-    """`` (main, tag: warm)`` in colours; empty when there are none."""
+    """The refs as text such as `` (main, tag: warm)`` in colours; empty if there are none."""
     if not refs:
         return Text()
     names = [Text(clean(f"tag: {ref.name}" if ref.kind is RefKind.TAG else ref.name), _REF_STYLES[ref.kind]) for ref in refs]
@@ -84,7 +84,7 @@ def state_text(state: State, refs: Sequence[Ref] = ()) -> Text:
 
 
 def table(*columns: str) -> rich.table.Table:
-    """An empty table of rich's, for long texts that fold."""
+    """An empty rich table, for long texts that fold."""
     from rich.table import Table as RichTable
     from rich.text import Text as RichText
 
@@ -95,7 +95,7 @@ def table(*columns: str) -> rich.table.Table:
 
 
 def refs_table(refs: Sequence[Ref], states: Mapping[str, State]) -> Table:
-    """One branch or tag a row, with what it names."""
+    """A table with one row for each branch or tag, and what it names."""
     made = Table(
         [
             *(Column("name", is_flexible=True), Column("kind", rank=2), Column("state"), Column("step", is_number=True)),
@@ -117,7 +117,7 @@ def refs_table(refs: Sequence[Ref], states: Mapping[str, State]) -> Table:
 
 
 def events_table(events: Sequence[RefEvent]) -> Table:
-    """One move of a ref a row, newest first, as ``NAME@{n}`` counts them."""
+    """A table with one row for each move of a ref, newest first, as ``NAME@{n}`` counts them."""
     made = Table([Column("event"), Column("from"), Column("to"), Column("why", is_flexible=True), Column("when", rank=1)])
     for index, event in enumerate(events):
         made.add(
@@ -131,7 +131,7 @@ def events_table(events: Sequence[RefEvent]) -> Table:
 
 
 def facts_table(facts: Iterable[tuple[str, object]]) -> rich.table.Table:
-    """Names and values below each other; values that are None or empty are left out."""
+    """A table of names and values, one below the other; values that are None or empty are left out."""
     from rich.table import Table as RichTable
     from rich.text import Text as RichText
 

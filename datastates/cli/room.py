@@ -1,4 +1,4 @@
-"""``du`` and ``prune``: who takes how much on disk, and what may go."""
+"""``du`` and ``prune``: what each branch takes on disk, and what may be dropped."""
 
 from __future__ import annotations
 

@@ -183,7 +183,7 @@ class _Ended(threading.Event):
 
 @contextmanager
 def _signals() -> Iterator[_Ended]:
-    """SIGINT and SIGTERM end the server in order; the second of them ends the process as it would have."""
+    """Let SIGINT and SIGTERM end the server in order; a second signal ends the process as it would have without this."""
     ended = _Ended()
 
     def end(number: int, frame: FrameType | None) -> None:
@@ -227,7 +227,7 @@ def _dialled(url: str) -> str:
 
 
 def _attend(servers: Sequence[tuple[Repository, Server]], ended: _Ended, show: _Seen) -> None:
-    """Wait for the end; meanwhile what peers push becomes durable, named or not, for this process's memory ends with it."""
+    """Wait for the end. Meanwhile make pushed states durable, named or not, because this process's memory ends with it."""
     asked: set[str] = set()
     while not ended.wait(_LOOK_S):
         for repository, server in servers:
@@ -249,7 +249,7 @@ def _make_durable(repository: Repository, asked: set[str]) -> None:
 
 @contextmanager
 def _status(shell: Shell) -> Iterator[_Seen]:
-    """A line that changes, for people only."""
+    """A line that changes, shown only to people."""
     if shell.as_json or not shell.console.is_terminal:
         yield lambda stats: None
         return

@@ -1,4 +1,4 @@
-"""``init`` and ``demo``: how to begin."""
+"""``init`` and ``demo``: the first commands to run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every command needs: the repository that is meant, and where and how to write."""
+"""What every command needs: its repository, and where and how to write."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ Repo = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Write JSON; lists as one object a line.", show_default=False)]
 
 PIPED_WIDTH = 10_000
-"""Nothing is folded or cut when a program reads it."""
+"""The width for output that a program reads, so that nothing is folded or cut."""
 
 
 @dataclass(slots=True)
 class Globals:
-    """The options that stand before the command."""
+    """The options before the command."""
 
     repo: str | None = None
     packs: str | None = None
@@ -53,28 +53,28 @@ class Globals:
 
 
 class Shell:
-    """Made first thing by each command, from its own options and those before it."""
+    """The context of a command, which makes it first from its own options and those before it."""
 
     def __init__(self, context: typer.Context, repo: str | None = None, as_json: bool = False) -> None:
         options = context.ensure_object(Globals)
-        options.as_json = self.as_json = as_json or options.as_json  # errors are said the same way
+        options.as_json = self.as_json = as_json or options.as_json  # errors are reported the same way
         self._repo, self._packs = repo or options.repo, options.packs
 
     @cached_property
     def console(self) -> Console:
-        """Rich's, for what moves or folds; tables and lines do without."""
+        """rich's console, for output that moves or folds; tables and lines do without."""
         from rich.console import Console
 
         return Console(highlight=False, markup=False, emoji=False, width=None if sys.stdout.isatty() else PIPED_WIDTH)
 
     @property
     def width(self) -> int | None:
-        """The columns of the terminal; None where a program reads."""
+        """The columns of the terminal; None if a program reads the output."""
         return shutil.get_terminal_size().columns if is_terminal() else None
 
     @property
     def url(self) -> str:
-        """The repository that is meant, as it was named or found."""
+        """The url of the command's repository, as it was named or found."""
         from datastates.opening.location import discover
 
         return self._repo or discover()
@@ -82,7 +82,7 @@ class Shell:
     def location(self, *, must_exist: bool = True) -> Location:
         """The location of the repository.
 
-        :raises NotFound: ``must_exist``, and it does not.
+        :raises NotFound: with ``must_exist``, the repository does not exist.
         """
         from datastates.opening.location import locate
 
@@ -90,7 +90,7 @@ class Shell:
 
     @contextmanager
     def database(self) -> Iterator[Database]:
-        """The lineage, open; does without torch."""
+        """The lineage, open; does not need torch."""
         from datastates.lineage.database import Database
 
         database = Database(self.location().database_url, create=False)
@@ -118,7 +118,7 @@ class Shell:
 
     @contextmanager
     def repository(self) -> Iterator[Repository]:
-        """The whole repository, payload too: imports torch."""
+        """The whole repository, including payload: imports torch."""
         location = self.location()
         from datastates.repository import open as open_repository
 
@@ -141,7 +141,7 @@ class Shell:
                 self._write_rich(item)
 
     def write_cut(self, lines: Iterable[Text]) -> None:
-        """Write lines that may be cut to the width of a terminal, and are not to fold."""
+        """Write lines that may be cut to the width of a terminal, but must not fold."""
         self._write_lines([line if self.width is None else line.cut(self.width) for line in lines])
 
     def _write_lines(self, lines: Iterable[Text]) -> None:
@@ -158,26 +158,26 @@ class Shell:
         sys.stdout.write("".join(f"{line.rstrip()}\n" for line in captured.get().splitlines()))
 
     def hint(self, text: str) -> None:
-        """A remark for people, beside what is written: on standard error, and not with JSON."""
+        """Write a remark for people beside the output: on standard error, and not with JSON."""
         if self.as_json:
             return
-        sys.stdout.flush()  # what it is about comes first
+        sys.stdout.flush()  # the output that it refers to comes first
         is_dim = sys.stderr.isatty() and not os.environ.get("NO_COLOR")
         sys.stderr.write((Text(text, "dim").ansi() if is_dim else text) + "\n")
 
     def write_json(self, value: object) -> None:
-        """One object, on a line of its own."""
+        """Write one object, on a line of its own."""
         import msgspec
 
         sys.stdout.write(msgspec.json.encode(value, enc_hook=str).decode() + "\n")
 
     def write_lines(self, values: Iterable[object]) -> None:
-        """One object a line."""
+        """Write one object a line."""
         for value in values:
             self.write_json(value)
 
 
 def is_terminal() -> bool:
-    """Whether people read what is written to standard output."""
+    """Whether a person reads standard output."""
     forced = os.environ.get("FORCE_COLOR")
     return sys.stdout.isatty() if forced is None else forced != ""

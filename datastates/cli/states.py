@@ -1,4 +1,4 @@
-"""States as a table or as CSV: which columns it has, and what stands in them."""
+"""States as a table or as CSV: the columns, and their contents."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _NUMBERS = {"step", "micro_step", "metrics"}
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """What is known of states beside themselves: their branches by uid, the refs, and the runs by uid."""
+    """What is known of states besides themselves: their branches by uid, the refs, and the runs by uid."""
 
     branches: Mapping[str, str]
     refs: Sequence[Ref]
@@ -51,7 +51,9 @@ class Known:
 
 
 def states_table(states: Sequence[State], known: Known, *, chosen: Sequence[Field] | None, asked: Sequence[Field]) -> Table:
-    """One state a row. The columns are those that were ``chosen``; else what was ``asked`` for, the metrics that matter, and the rest."""
+    """A table with one row for each state. The columns are the ``chosen`` ones; else those ``asked`` for, the metrics that matter, and the
+    rest.
+    """
     names = by_state(known.refs)
     fields = _usual(states, asked) if chosen is None else [("uid", ""), ("step", ""), *((one.name, one.key) for one in chosen)]
     fields = list(dict.fromkeys(fields))
@@ -62,7 +64,7 @@ def states_table(states: Sequence[State], known: Known, *, chosen: Sequence[Fiel
 
 
 def csv_lines(states: Sequence[State], known: Known, *, chosen: Sequence[Field] | None) -> Iterator[str]:
-    """A header and a line a state: what was chosen, else all there is; names as in a query, values as they are."""
+    """A header, and a line for each state: the chosen columns, else all that exist; names as in a query, values as they are."""
     fields = [("uid", ""), *((one.name, one.key) for one in chosen)] if chosen is not None else _every(states)
     fields = list(dict.fromkeys(fields))
     yield _csv([f"{name}.{key}" if key else name for name, key in fields])
@@ -79,7 +81,7 @@ def _usual(states: Sequence[State], asked: Sequence[Field]) -> list[tuple[str, s
 
 
 def _whole(state: State, asked: Sequence[str]) -> dict[str, float]:
-    """Its metrics, without those of single ranks that nobody asked for."""
+    """The state's metrics, without those of single ranks that nobody asked for."""
     return by_rank(state.metrics, state.world_size)[0] | {key: state.metrics[key] for key in asked if key in state.metrics}
 
 
@@ -96,7 +98,7 @@ _FLEXIBLE = {"message": 20, "branch": 0, "refs": 0, "attr": 0, "config": 0, "tag
 
 
 def _column(name: str, key: str, place: int, *, is_chosen: bool) -> Column:
-    """What was asked for stays longest; a state and its step always."""
+    """The column of a field. Fields that were asked for stay longest; a state and its step stay always."""
     rank = 0 if name in ("uid", "step") or is_chosen else _RANKS.get(name, 200 + place)
     return Column(clean(key or _HEADERS.get(name, name)), name in _NUMBERS, name in _FLEXIBLE, rank)
 

@@ -1,4 +1,4 @@
-"""Text in colours, and how wide it is on a terminal: as much of it as the commands that look at a lineage need, without importing rich."""
+"""Text in colours, and its width on a terminal: only as much as commands that look at a lineage need, without importing rich."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Text:
 
     @classmethod
     def assemble(cls, *parts: str | tuple[str, str] | Text) -> Self:
-        """One text of several: plain, with a style, or texts themselves."""
+        """One text from several parts: plain, with a style, or texts themselves."""
         made = cls()
         for part in parts:
             made.append(*part) if isinstance(part, tuple) else made.append(part)
@@ -36,7 +36,7 @@ class Text:
         return self
 
     def join(self, parts: Iterable[Text]) -> Text:
-        """The parts with this one between them."""
+        """The parts, with this text between them."""
         made = Text()
         for number, part in enumerate(parts):
             made.append(self if number else "").append(part)
@@ -51,7 +51,7 @@ class Text:
         return sum(width_of(text) for text, _ in self.pieces)
 
     def cut(self, width: int) -> Text:
-        """At most so wide; an ellipsis says that something is missing."""
+        """The text at most this wide; an ellipsis shows that something is missing."""
         if self.width <= width:
             return self
         made, left = Text(), width - 1
@@ -64,13 +64,13 @@ class Text:
         return made.append("…" if width > 0 else "")
 
     def padded(self, width: int, *, is_right: bool = False) -> Text:
-        """Exactly so wide, by blanks and by ``cut``."""
+        """The text exactly this wide, with blanks or by ``cut``."""
         short = self.cut(width)
         blanks = " " * (width - short.width)
         return Text(blanks).append(short) if is_right else Text().append(short).append(blanks)
 
     def ansi(self) -> str:
-        """With the codes that terminals show as colours."""
+        """The text with the codes that terminals show as colours."""
         return "".join(_coded(text, style) for text, style in self.pieces)
 
     def __rich__(self) -> rich.text.Text:

@@ -1,4 +1,4 @@
-"""Tables that fit: narrow ones shorten what is long, then leave out what matters least, and say so."""
+"""Tables that fit the terminal: narrow ones shorten long texts, then leave out what matters least, and say so."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ __all__ = ["Column", "Table"]
 
 _GAP = 2
 _LEAST = 8
-"""What a column that may be shortened keeps, header or not."""
+"""The least width of a column that may be shortened, even if its header is shorter."""
 
 
 @dataclass(slots=True)
 class Column:
-    """``is_flexible``: its texts may be shortened. Of columns that may be left out those with the highest ``rank`` go first."""
+    """A column. ``is_flexible``: its texts may be shortened. Of columns that may be left out, those with the highest ``rank`` go first."""
 
     name: str
     is_number: bool = False
@@ -26,12 +26,12 @@ class Column:
 
     @property
     def width(self) -> int:
-        """What its widest text takes."""
+        """The width of its widest text."""
         return max([width_of(self.name), *(cell.width for cell in self.cells)])
 
     @property
     def least(self) -> int:
-        """What it can do with."""
+        """The least width that it needs."""
         return min(self.width, max(_LEAST, width_of(self.name))) if self.is_flexible else self.width
 
 
@@ -47,7 +47,7 @@ class Table:
             column.cells.append(Text(cell) if isinstance(cell, str) else cell)
 
     def lines(self, width: int | None) -> list[Text]:
-        """The header and the rows, at most so wide; None: as wide as they are."""
+        """The header and the rows, at most this wide; None: as wide as they are."""
         columns = self._kept(width)
         widths = _widths(columns, width)
         rows = [[Text(column.name, "bold") for column in columns], *map(list, zip(*(column.cells for column in columns), strict=True))]
@@ -73,7 +73,7 @@ def _is_blank(column: Column) -> bool:
 
 
 def _widths(columns: Sequence[Column], width: int | None) -> list[int]:
-    """The width of each column: flexible ones give what is too much, the widest first; where that is not enough, the last ones are cut."""
+    """The width of each column: flexible ones shrink first, beginning with the widest; if that is not enough, the last columns are cut."""
     widths = [column.width for column in columns]
     over = 0 if width is None else sum(widths) + _GAP * (len(widths) - 1) - width
     while over > 0:

@@ -1,4 +1,4 @@
-"""``token``: a secret in a file that nobody else ever reads."""
+"""``token``: makes a secret in a file that nobody else ever reads."""
 
 from __future__ import annotations
 

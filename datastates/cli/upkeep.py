@@ -1,4 +1,4 @@
-"""``verify``, ``repair``, ``gc`` and ``reindex``: a repository that lasts."""
+"""``verify``, ``repair``, ``gc`` and ``reindex``: the commands that keep a repository sound."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def verify(
 
 
 def _verify_all(shell: Shell, since: str | None, limit: float | None) -> None:
-    """Read everything, and end with the exit code of damage if there is any. Ended by Ctrl-C, it says how to go on."""
+    """Read everything, and end with the exit code of damage if there is any. If Ctrl-C ends it, it says how to continue."""
     from datastates import values
     from datastates.upkeep.checking import Limits, check_all
 
@@ -190,7 +190,7 @@ def reindex(
 
 
 def _connected(urls: list[str], token_file: Path | None, tls_ca: Path | None) -> Iterator[Peer]:
-    """Each by itself: what one of them cannot give, the next one may have."""
+    """Connect to each peer separately: what one of them cannot give, the next one may have."""
     from datastates.clone.peer import connect
 
     for url in urls:

@@ -41,10 +41,10 @@ class WebOptions:
 
 @contextmanager
 def opened(shell: Shell, options: Globals, named: Sequence[str]) -> Iterator[dict[str, Repository]]:
-    """The repositories that were named (``NAME=URL`` or URL), or the one that is meant; by name.
+    """The repositories that were named (``NAME=URL`` or URL), or the command's own; by name.
 
     :raises InvalidInput: two have the same name.
-    :raises NotFound: one is not there.
+    :raises NotFound: one does not exist.
     """
     places: list[tuple[str | None, str]] = []
     for each in named or [shell.url]:
@@ -67,7 +67,7 @@ def opened(shell: Shell, options: Globals, named: Sequence[str]) -> Iterator[dic
 
 
 def serve_web(repositories: Mapping[str, Repository], url: str, options: WebOptions) -> tuple[WebServer, str | None]:
-    """The server, and the token that was made for it if none was given and it is to be written to."""
+    """The server, and the token that was made for it if it is writable and none was given."""
     from datastates.api.routing import Scope
     from datastates.api.serve import WebServer
     from datastates.api.tokens import make_token, read_tokens
@@ -97,7 +97,7 @@ def serve_web(repositories: Mapping[str, Repository], url: str, options: WebOpti
 def announce_web(
     shell: Shell, repositories: Mapping[str, Repository], server: WebServer, token: str | None, dialled: Callable[[str], str]
 ) -> None:
-    """Say where it is; the address with the token is said once, and only here."""
+    """Print the addresses; the address with the token is printed once, and only here."""
     from datastates.api.page import STATIC
 
     if shell.as_json:
