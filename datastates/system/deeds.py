@@ -1,6 +1,6 @@
 """What a thread is doing that may take long, call by call: a thread that makes no progress can be seen and named, and tests can hinder it.
 
-    with deed("writing state 1f3a…") as one:      whoever is responsible; ``one`` may be looked at from any thread
+    with deed("writing state 1f3a…") as one:      in the code that is responsible; any thread may look at ``one``
         at("write", path, size)                   before each call to the system that may take long, wherever it is made
 
 ``at`` costs almost nothing: it is called once for some megabytes.

@@ -113,7 +113,9 @@ def text(said: str) -> str:
 
 
 def arguments(argv: Iterable[str]) -> tuple[str, ...]:
-    """The command line with secrets masked: the word after ``--token``, and the value in ``NAME=X``, ``name: X`` and ``{"name": "X"}``."""
+    """The command line with secrets masked: the word after ``--token`` in ``--token X``, and the value in ``NAME=X``, ``name: X`` and
+    ``{"name": "X"}``.
+    """
     found: list[str] = []
     is_next = False
     for word in argv:
