@@ -18,7 +18,7 @@ _CHARACTERS = 8 << 10
 
 
 def describe(error: BaseException) -> Failure:
-    """An error for the peer. Of one that is not ours it learns the type only; the log here has the rest."""
+    """An error as the peer learns it. Of one that is not ours the peer learns only the type; the log here has the rest."""
     if not isinstance(error, DatastatesError):
         _logger.error("what a peer asked for failed here", exc_info=error)
         return Failure(DatastatesError.kind, f"the peer failed with {type(error).__name__}: its log says why")
@@ -29,10 +29,10 @@ def describe(error: BaseException) -> Failure:
 
 
 def revive(failure: Failure) -> DatastatesError:
-    """The same error on this side, to be raised; of a kind that this version does not know: the root of our tree."""
+    """The same error on this side, ready to be raised; for a kind that this version does not know, the root of our tree."""
     cls = next((each for each in _tree(DatastatesError) if each.kind == failure.kind), DatastatesError)
     message = _clean(failure.message)
-    error = cls.__new__(cls, message)  # its own __init__ would put together a message that is whole already
+    error = cls.__new__(cls, message)  # its own __init__ would compose a message that is already complete
     Exception.__init__(error, message)
     if isinstance(error, SyntaxProblem):
         error.text, error.column, error.expected = failure.text or "", failure.column or 1, failure.expected
@@ -44,7 +44,7 @@ def revive(failure: Failure) -> DatastatesError:
 
 
 def again(error: DatastatesError) -> DatastatesError:
-    """An equal error for another waiting task: raising one object in several tasks would tangle their tracebacks."""
+    """An equal error for another waiting task: raising one object in several tasks would mix up their tracebacks."""
     return revive(describe(error))
 
 
@@ -55,5 +55,5 @@ def _tree(cls: type[DatastatesError]) -> Iterator[type[DatastatesError]]:
 
 
 def _clean(text: str) -> str:
-    """Cut a text to what fits a frame, without anything that a terminal would obey."""
+    """A text cut to what fits a frame, without anything that a terminal would obey."""
     return "".join(letter if letter.isprintable() or letter == "\n" else "?" for letter in text[:_CHARACTERS])

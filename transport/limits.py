@@ -1,4 +1,4 @@
-"""What peers may cost a server, in numbers; and the budgets that they share."""
+"""The limits of what peers may cost a server, and the budgets that they share."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from typing import Final
 __all__ = ["ANSWER_TIMEOUTS", "LISTED_STATES", "LISTING_TIMEOUTS", "SILENT_TIMEOUTS", "Budget", "Limits", "Share"]
 
 SILENT_TIMEOUTS: Final = 6
-"""For so many timeouts nothing may be heard of an answer. What counts as heard is a whole part of it, not a byte."""
+"""For how many timeouts an answer may be silent. Only a complete part of it counts as a sign of life, not a byte."""
 
 ANSWER_TIMEOUTS: Final = 20
-"""After so many timeouts an answer must be there as a whole."""
+"""After how many timeouts an answer must be complete."""
 
 LISTING_TIMEOUTS: Final = 20
-"""After so many timeouts all pages of a log, or of what was found, must be there."""
+"""After how many timeouts all pages of a log, or of a search, must be there."""
 
 LISTED_STATES: Final = 10_000_000
-"""So many states are taken in at most from a peer that lists them."""
+"""The most states that are accepted from a peer that lists them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
     """The limits of one server for all of its peers together.
 
-    ``sessions`` are those that have proved the token; ``offer_bytes`` is for what they say of states that they push (manifests and
-    ancestry), of which one of them has at most half.
+    ``sessions`` counts peers that have proved the token. ``offer_bytes`` is for what they say of states that they push (manifests and
+    ancestry); one peer may use at most half of it.
     """
 
     sessions: int = 64
@@ -33,7 +33,7 @@ class Limits:
 
 
 class Budget:
-    """A budget that all users share, and of which each gets at most half. Belongs to one thread."""
+    """A budget that all users share; each gets at most half of it. Belongs to one thread."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -54,7 +54,7 @@ class Share:
         self.taken = 0
 
     def take(self, amount: int) -> bool:
-        """Have so much more, if it is there."""
+        """Take this much more; returns whether it was available."""
         if self._is_closed or self.taken + amount > self.limit or self._budget.taken + amount > self._budget.limit:
             return False
         self.taken += amount
@@ -62,12 +62,12 @@ class Share:
         return True
 
     def give(self, amount: int) -> None:
-        """Have so much less; nothing once this is closed."""
+        """Give this much back; does nothing once this is closed."""
         amount = min(amount, self.taken)
         self.taken -= amount
         self._budget.taken -= amount
 
     def close(self) -> None:
-        """Give all of it back; idempotent."""
+        """Give everything back; idempotent."""
         self.give(self.taken)
         self._is_closed = True

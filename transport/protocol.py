@@ -1,6 +1,6 @@
 """The messages of the control channel, version 2: their fields, their limits, and how they are written.
 
-Every field that a peer chooses is bounded by its type, so that nothing is believed, stored or allocated before it was checked.
+Every field that a peer chooses is bounded by its type, so that nothing is believed, stored or allocated before it is checked.
 """
 
 from __future__ import annotations
@@ -72,28 +72,28 @@ PROTOCOL_VERSION: Final = 2
 MAGIC: Final = b"datastates"
 
 FIRST_FRAME_BYTES: Final = 16 << 10
-"""The most that a frame may have before both sides have proved that they know the token."""
+"""The most bytes of a frame before both sides have proved that they know the token."""
 
 FRAME_BYTES: Final = 1 << 20
-"""The most that any frame may have."""
+"""The most bytes of any frame."""
 
 PART_BYTES: Final = 512 << 10
-"""How much of a longer body travels in one frame."""
+"""How many bytes of a longer body travel in one frame."""
 
 BODY_BYTES: Final = 256 << 20
-"""The most that the parts of one body may have together; whoever asks may set less."""
+"""The most bytes that the parts of one body may have together; the side that asks may set a lower limit."""
 
 PIECES: Final = 64
-"""The most pieces that a chunk is sent in."""
+"""The most pieces in which a chunk is sent."""
 
 DIGESTS: Final = 64
 """The most chunks whose digests are asked for at once."""
 
 PARTS: Final = 1024
-"""The most parts that a state may have which is cloned part by part."""
+"""The most parts of a state that is cloned part by part."""
 
 NOT_HERE: Final = 255
-"""How far away a part is that a process does not reach."""
+"""The distance of a part that a process does not reach."""
 
 _Uid = Annotated[str, Meta(min_length=1, max_length=64, pattern="^[0-9a-zA-Z_-]+\\Z")]
 _Digest = Annotated[str, Meta(min_length=64, max_length=64, pattern="^[0-9a-f]+\\Z")]
@@ -139,9 +139,9 @@ class EdgeRecord(Struct, frozen=True):
 
 
 class StateRecord(Struct, frozen=True):
-    """A node of the lineage as it travels. ``parents`` begin with the first parent; ``edges`` say what further ones are.
+    """A node of the lineage as it travels. ``parents`` begin with the first parent; ``edges`` describe the further ones.
 
-    ``config`` is the configuration of its run, or the place of that among those that come with a list of states.
+    ``config`` is the configuration of its run, or its position among the configurations that come with a list of states.
     """
 
     uid: _Uid
@@ -164,7 +164,7 @@ class StateRecord(Struct, frozen=True):
 
 
 class StatePage(Struct, frozen=True):
-    """Some states in order, and their configurations; ``next`` is what to pass as ``after`` for those behind them, None at the end."""
+    """Some states in order, with their configurations. ``next`` is what to pass as ``after`` to get those that follow, None at the end."""
 
     states: Annotated[tuple[StateRecord, ...], Meta(max_length=10_000)]
     next: _Text | None = None
@@ -202,7 +202,7 @@ class Failure(Struct, frozen=True):
 
 
 class Hello(Struct, frozen=True, tag=True):
-    """The client's first word."""
+    """The client's first frame."""
 
     magic: Annotated[bytes, Meta(max_length=16)]
     version: Annotated[int, Meta(ge=0, le=1 << 16)]
@@ -210,34 +210,34 @@ class Hello(Struct, frozen=True, tag=True):
 
 
 class Challenge(Struct, frozen=True, tag=True):
-    """The server's answer. It tells nothing else before the client has proved that it knows the token."""
+    """The server's answer. It reveals nothing else before the client has proved that it knows the token."""
 
     version: Annotated[int, Meta(ge=0, le=1 << 16)]
     nonce: _Nonce
 
 
 class Proof(Struct, frozen=True, tag=True):
-    """The client knows the token: its code over all that was said."""
+    """The client's proof that it knows the token: its code over everything said so far."""
 
     mac: _Mac
 
 
 class Welcome(Struct, frozen=True, tag=True):
-    """The server proves that it knows the token, too."""
+    """The server's proof that it knows the token, too."""
 
     mac: _Mac
 
 
 class Denied(Struct, frozen=True, tag=True):
-    """The client does not."""
+    """The client does not know the token."""
 
 
 class Ready(Struct, frozen=True, tag=True):
     """What each side says of itself in its first authenticated frame.
 
-    ``planes`` are the data planes that it can use and ``wish`` the one that it was asked to use, if any (see ``choice``). ``near`` is where
-    processes of its host prove that they are (see ``near``). ``address`` is its end of the data plane; empty where that was not needed
-    yet (``Moved`` tells it then). It takes a peer for dead that is silent for ``timeout_ms``. A client has no ``identity``.
+    ``planes`` are the data planes that it can use, and ``wish`` is the one that it was asked to use, if any (see ``choice``). ``near`` is
+    the socket where processes of its host prove that they are on it (see ``near``). ``address`` is its end of the data plane; empty if that
+    was not needed yet (``Moved`` sends it then). A peer that is silent for ``timeout_ms`` is treated as dead. A client has no ``identity``.
     """
 
     planes: Annotated[tuple[_Name, ...], Meta(max_length=8)]
@@ -249,7 +249,7 @@ class Ready(Struct, frozen=True, tag=True):
 
 
 class Refused(Struct, frozen=True, tag=True):
-    """Instead of ``Ready``: the peer may come in, but not now."""
+    """Sent instead of ``Ready``: the peer knows the token, but is not let in now."""
 
     failure: Failure
 
@@ -286,10 +286,10 @@ class Resolve(Struct, frozen=True, tag=True):
 class Open(Struct, frozen=True, tag=True):
     """Pin a state -> Opened.
 
-    ``relay`` is where the asking side will itself serve this state, when it joins a chain; ``failed`` are urls of the chain that did
-    not answer it. ``here`` asks for this server's own copy, whatever chain there is. ``near``: the asking side has proved to
-    be a process of this host and user (see ``near``) and would like to know where the chunks lie. ``part``: of a state of several parts
-    that of this rank, by itself.
+    ``relay`` is the url at which the asking side will itself serve this state, if it joins a chain; ``failed`` are urls of the chain that
+    did not answer it. ``here`` asks for this server's own copy, whatever the chain. ``near``: the asking side has proved to be a process of
+    this host and user (see ``near``) and asks where the chunks are in memory. ``part``: of a state of several parts, open only the part of
+    this rank.
     """
 
     uid: _Uid
@@ -301,10 +301,10 @@ class Open(Struct, frozen=True, tag=True):
 
 
 class Opened(Struct, frozen=True):
-    """A state that is pinned under ``handle``, and the bytes of each of its chunks; and in a chain the url of the peer to ask for them
-    instead; what they should be is asked here (``Digests``), so it is pinned all the same.
+    """A state that is pinned under ``handle``, with the bytes of each of its chunks. In a chain, ``upstream`` is the url of the peer to ask
+    for the chunks instead. Their digests are still asked of this server (``Digests``), so the state is pinned in any case.
 
-    ``addresses`` is where the chunks lie in the memory of the process that answers, or nothing.
+    ``addresses`` says where the chunks are in the memory of the answering process, or nothing.
     """
 
     handle: _Id
@@ -315,15 +315,15 @@ class Opened(Struct, frozen=True):
 
 
 class Reach(Struct, frozen=True, tag=True):
-    """Where the parts of a state are -> Reached."""
+    """Ask where the parts of a state are -> Reached."""
 
     uid: _Uid
 
 
 class Reached(Struct, frozen=True):
-    """How far away each part of a state is from the process that answers, by rank: 0 its memory, 255 not there.
+    """How far away each part of a state is from the answering process, by rank: 0 its memory, 255 not there.
 
-    ``others`` are where further processes of its job serve.
+    ``others`` are the urls at which further processes of its job serve.
     """
 
     places: Annotated[bytes, Meta(min_length=1, max_length=PARTS)]
@@ -331,23 +331,23 @@ class Reached(Struct, frozen=True):
 
 
 class Release(Struct, frozen=True, tag=True):
-    """Let go of a pinned state -> nothing. ``generation`` as in ``Want``."""
+    """Release a pinned state -> nothing. ``generation`` as in ``Want``."""
 
     handle: _Id
     generation: _Count = 0
 
 
 class Digests(Struct, frozen=True, tag=True):
-    """The BLAKE3 of chunks of a state that is held open under ``handle`` -> bytes, 32 for each. Either side may ask it.
+    """The BLAKE3 of chunks of a state that is held open under ``handle`` -> bytes, 32 for each. Either side may ask for it.
 
-    For a chunk that is damaged there, the peer tells 32 zeros."""
+    For a chunk that is damaged on its side, the peer sends 32 zeros."""
 
     handle: _Id
     indexes: Annotated[tuple[_Id, ...], Meta(min_length=1, max_length=DIGESTS)]
 
 
 class Push(Struct, frozen=True, tag=True):
-    """Take a state of the asking side, which holds it open under ``handle`` -> StateRecord. The encoded ``Offer`` has ``bytes`` bytes
+    """Take a state from the asking side, which holds it open under ``handle`` -> StateRecord. The encoded ``Offer`` has ``bytes`` bytes
     and comes as ``Part`` frames of the same id."""
 
     handle: _Id
@@ -372,7 +372,7 @@ class Part(Struct, frozen=True, tag=True):
 
 
 class Answer(Struct, frozen=True, tag=True):
-    """A part of an answer's body: MessagePack of what the question says."""
+    """A part of an answer's body: MessagePack of the type that the question names."""
 
     id: _Id
     data: bytes
@@ -390,9 +390,9 @@ class Failed(Struct, frozen=True, tag=True):
 
 
 class Want(Struct, frozen=True, tag=True):
-    """Send a chunk of a pinned state as messages of ``pieces`` bytes on ``tag``, ``tag + 1``, …: they are waited for already.
+    """Send a chunk of a pinned state as messages of ``pieces`` bytes on ``tag``, ``tag + 1``, …: the receives are already posted.
 
-    ``generation`` counts how often the data plane was reset: an end that sees a later one than its own resets itself first.
+    ``generation`` counts the resets of the data plane: an end that sees a later one than its own resets itself first.
     """
 
     handle: _Id
@@ -403,9 +403,9 @@ class Want(Struct, frozen=True, tag=True):
 
 
 class Gone(Struct, frozen=True, tag=True):
-    """The chunk that was wanted on ``tag`` will not come. Both sides then reset the data plane: nothing is left on its way.
+    """The chunk that was wanted on ``tag`` will not come. Both sides then reset the data plane, so that nothing is left in transit.
 
-    ``is_link`` says that only the way there broke: the chunk may be asked for again."""
+    ``is_link`` says that only the link broke: the chunk may be asked for again."""
 
     tag: _Tag
     failure: Failure
@@ -416,8 +416,8 @@ class Gone(Struct, frozen=True, tag=True):
 class Moved(Struct, frozen=True, tag=True):
     """The sender's end of the data plane has moved; what was under way to the old one is lost.
 
-    An empty ``address``: there is none, because it ended or (``failure``) cannot be made. Whoever
-    ``asks`` is to be told the other one's."""
+    An empty ``address`` means that there is no end, because it stopped or (``failure``) cannot be made. A sender that ``asks`` wants to be
+    told the other end's address."""
 
     address: _Address
     asks: bool = False
@@ -425,7 +425,7 @@ class Moved(Struct, frozen=True, tag=True):
 
 
 class Took(Struct, frozen=True, tag=True):
-    """The side that has a state open read so many chunks of it by itself, where they lie (see ``near.py``), since it last said so."""
+    """How many chunks the side that has a state open has read directly from memory (see ``near.py``), since it last said so."""
 
     handle: _Id
     chunks: Annotated[int, Meta(ge=1, le=1 << 24)]
@@ -433,7 +433,8 @@ class Took(Struct, frozen=True, tag=True):
 
 
 class Land(Struct, frozen=True, tag=True):
-    """Memory on a device of the sender's, by what the driver opens it: what the other side sends is put there (see ``wire/ipc.py``)."""
+    """Memory on a device of the sender's, with the handle by which the driver opens it; the other side puts what it sends there (see
+    ``wire/ipc.py``)."""
 
     region: _Id
     handle: Annotated[bytes, Meta(min_length=1, max_length=512)]
@@ -452,7 +453,7 @@ class Room(Struct, frozen=True, tag=True):
 
 
 class Laid(Struct, frozen=True, tag=True):
-    """That part is there; or, if the message has another length than was said, that ``length``, and nothing was put there."""
+    """That part is there. Or, if the message has another length than was said, it has ``length``, and nothing was put there."""
 
     tag: _Tag
     number: _Id
@@ -462,13 +463,13 @@ class Laid(Struct, frozen=True, tag=True):
 
 
 class Ping(Struct, frozen=True, tag=True):
-    """I am alive, and have handed ``sent`` bytes to the data plane so far."""
+    """A sign of life; the sender has handed ``sent`` bytes to the data plane so far."""
 
     sent: _Count
 
 
 class Bye(Struct, frozen=True, tag=True):
-    """I close this connection, and why."""
+    """The sender closes this connection, and says why."""
 
     failure: Failure
 

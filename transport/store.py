@@ -1,4 +1,4 @@
-"""What a server gives out: the lineage as records, and states to be cloned. Plain methods run in worker threads."""
+"""What a server serves: the lineage as records, and states to be cloned. Plain methods run in worker threads."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Relays", "Source", "Store", "SupportsAddresses", "SupportsCheck", "S
 
 
 class Source(Protocol):
-    """A state opened for sending; its bytes stay as they are until ``close``."""
+    """A state opened for sending; its bytes do not change until ``close``."""
 
     @property
     def manifest(self) -> bytes:
@@ -23,18 +23,18 @@ class Source(Protocol):
         """The bytes of each chunk."""
 
     async def chunk(self, index: int) -> Sequence[memoryview]:
-        """The bytes of a chunk in one or more pieces, in order; waits while it is still on its way here.
+        """The bytes of a chunk in one or more pieces, in order; waits while the chunk is still arriving here.
 
         :raises Unavailable: it will not come.
         """
 
     def close(self) -> None:
-        """Let go of the state; idempotent."""
+        """Release the state; idempotent."""
 
 
 @runtime_checkable
 class SupportsAddresses(Protocol):
-    """A source whose chunks lie in this process's memory until it is closed, each in one piece."""
+    """A source whose chunks are in this process's memory until it is closed, each in one piece."""
 
     def addresses(self) -> Sequence[int]:
         """The address of each chunk; runs in a worker thread."""
@@ -42,7 +42,7 @@ class SupportsAddresses(Protocol):
 
 @runtime_checkable
 class SupportsCheck(Protocol):
-    """A source that can say whether a chunk is still what its manifest says."""
+    """A source that can tell whether a chunk still matches its manifest."""
 
     def is_whole(self, index: int, pieces: Sequence[memoryview]) -> bool:
         """Whether these bytes are that chunk; runs in a worker thread."""
@@ -50,17 +50,17 @@ class SupportsCheck(Protocol):
 
 @runtime_checkable
 class SupportsRecall(Protocol):
-    """A source in memory that others may need: it can be told to let go of it."""
+    """A source in memory that others may need: it can be asked to release that memory."""
 
     def when_wanted(self, tell: Callable[[], None]) -> None:
-        """``tell`` is called, on any thread, when the memory is wanted back; any number of times."""
+        """Register ``tell``, which is called on any thread, any number of times, when the memory is wanted back."""
 
     def recall(self) -> bool:
-        """Let go of the memory, which nobody reads at this moment. Whether the state can be read on, from elsewhere. In a worker thread."""
+        """Release the memory, which nobody reads now. Returns whether the state can be read on, from elsewhere. Runs in a worker thread."""
 
 
 class Store(Protocol):
-    """A repository, seen by a server. Errors of our tree travel to the peer by their kind."""
+    """A repository, as a server sees it. Errors of our tree travel to the peer by their kind."""
 
     def identity(self) -> Identity:
         """The identity of the served repository."""
@@ -69,7 +69,7 @@ class Store(Protocol):
         """Every branch and tag, by name."""
 
     def find(self, query: str, limit: int, after: str | None) -> StatePage:
-        """A page of the states that a query asks for."""
+        """A page of the states that a query finds."""
 
     def log(self, rev: str, limit: int, after: str | None) -> StatePage:
         """A page of a state and its ancestors, all parents followed, newest first; ``after`` is the uid of the last one seen."""
@@ -84,9 +84,9 @@ class Store(Protocol):
         """
 
     def check_writable(self) -> None:
-        """Raise unless peers may push; on the loop thread, must not block.
+        """Raise unless peers may push. On the loop thread; must not block.
 
-        :raises InvalidInput: this server takes no states.
+        :raises InvalidInput: this server accepts no states.
         """
 
     def receive(self, offer: Offer) -> Sink:
@@ -102,12 +102,12 @@ class Store(Protocol):
         """
 
     def abandon(self, offer: Offer, sink: Sink) -> None:
-        """A push ended without being recorded: let go of what ``receive`` made room for."""
+        """Release what ``receive`` made room for: the push ended without being recorded."""
 
 
 @runtime_checkable
 class SupportsParts(Protocol):
-    """A store of states that several ranks captured together, which gives out each part by itself. Both run in worker threads."""
+    """A store of states that several ranks captured together, which serves each part by itself. Both methods run in worker threads."""
 
     def open_part(self, uid: str, rank: int) -> Source:
         """Pin the part of one rank and open it.
@@ -123,9 +123,10 @@ class Relays(Protocol):
     """The chains of a server; on the loop thread, must not block. ``chain.Chains`` implements it."""
 
     def join(self, uid: str, relay_url: str, failed: Sequence[str]) -> str | None:
-        """A receiver serves what it gets under ``relay_url``: the url to ask instead of this server, or None for itself.
+        """Add a receiver that serves what it gets under ``relay_url``; returns the url to ask instead of this server, or None for this
+        server.
 
-        ``failed`` did not answer it.
+        The receivers in ``failed`` did not answer it.
         """
 
     def leave(self, uid: str, relay_url: str) -> None:

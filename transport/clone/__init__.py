@@ -1,1 +1,1 @@
-"""One state from one or several sources, checked chunk by chunk, and passed on."""
+"""Fetches one state from one or several sources, checks it chunk by chunk, and passes it on."""

@@ -1,4 +1,4 @@
-"""What the chunks of one clone should be: the origin tells, and is asked a window ahead of what is on its way."""
+"""The digests that the chunks of one clone should have: asked of the origin, a window ahead of the chunks that are under way."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from datastates.transport.session.fingerprints import DAMAGED
 
 __all__ = ["Binding", "Origin"]
 
-_BATCH = 8  # chunks of one question; the next one is asked with it
+_BATCH = 8  # chunks in one question; the next question is asked along with it
 
 
 class Origin(Protocol):
@@ -28,7 +28,7 @@ class Origin(Protocol):
 class Binding:
     """Digests by index, in the ``order`` in which the chunks will come. Belongs to the loop thread.
 
-    ``origins`` gives those that may be asked now, the best first: when one cannot say, the next is asked.
+    ``origins`` returns the peers that may be asked now, the best first; if one cannot answer, the next is asked.
     """
 
     def __init__(self, order: Sequence[int], origins: Callable[[], Sequence[Origin]]) -> None:
@@ -39,18 +39,18 @@ class Binding:
         self._asking: set[asyncio.Task[None]] = set()
 
     def ahead(self, index: int) -> None:
-        """A chunk is asked for: its digest will be needed, and those of the next ones."""
+        """Note that a chunk is being asked for: its digest will be needed, and those of the next chunks."""
         for number in (self._place[index], self._place[index] + 1):
             if number < len(self._batches) and self._batches[number][0] not in self._told:
                 self._ask(self._batches[number])
 
     def of(self, index: int) -> asyncio.Future[tuple[Origin, bytes]]:
-        """The origin that says what a chunk is, and what it says; fails if nobody can."""
+        """The digest of a chunk, with the origin that gave it; fails if no origin can."""
         self.ahead(index)
         return self._told[index]
 
     async def close(self) -> None:
-        """Ask nothing any more; waiting callers are cancelled."""
+        """Ask nothing more; waiting callers are cancelled."""
         for task in self._asking:
             task.cancel()
         for told in self._told.values():
@@ -91,4 +91,4 @@ class Binding:
 
 def _look(told: asyncio.Future[tuple[Origin, bytes]]) -> None:
     if not told.cancelled():
-        told.exception()  # looked at: the chunk may never come
+        told.exception()  # marks it as retrieved: the chunk may never come

@@ -1,4 +1,4 @@
-"""Forwarding: a source over a sink that is still being filled, and which receiver takes from which."""
+"""Forwarding: a source over a sink that is still being filled, and the order in which receivers take from each other."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from datastates.transport.store import Source
 __all__ = ["RECEIVERS", "STATES", "Chains", "Relay"]
 
 RECEIVERS = 1000
-"""The most receivers in the chain of one state; those beyond are served by the server itself."""
+"""The most receivers in the chain of one state; the server itself serves those beyond."""
 
 STATES = 1000
 """The most states that have a chain at once."""
 
 
 class Relay:
-    """A sink that gives out what it has accepted. Fill it instead of ``sink``; give each peer what ``open`` makes.
+    """A sink that serves what it has accepted. Fill it in place of ``sink``; give each peer the result of ``open``.
 
     It is a ``Sink`` and a ``Source``. Every method is safe from any thread.
     """
@@ -56,7 +56,7 @@ class Relay:
         return self._sink.buffers(index)
 
     def accept(self, index: int) -> bool:
-        """See ``Sink.accept``; those that wait for the chunk get it."""
+        """See ``Sink.accept``; also wakes the callers that wait for the chunk."""
         if not self._sink.accept(index):
             return False
         with self._lock:
@@ -76,9 +76,9 @@ class Relay:
     # --- the source ---------------------------------------------------------------------------------------------------
 
     def open(self) -> Source:
-        """The state for one peer that takes it from here.
+        """The state, for one peer that takes it from here.
 
-        :raises Unavailable: nothing is given out any more.
+        :raises Unavailable: nothing is served any more.
         """
         with self._lock:
             if self._error is not None:
@@ -88,9 +88,9 @@ class Relay:
         return reader
 
     async def chunk(self, index: int) -> Sequence[memoryview]:
-        """The bytes of a chunk, once it was accepted here.
+        """The bytes of a chunk, once it is accepted here.
 
-        :raises Unavailable: it will not be, or its bytes are not kept.
+        :raises Unavailable: it will not be accepted, or its bytes are not kept.
         """
         with self._lock:
             if self._error is not None:
@@ -106,9 +106,9 @@ class Relay:
         return pieces
 
     def fail(self, error: DatastatesError) -> None:
-        """End this clone, which has failed for good or is over: waiting peers get ``Unavailable``, and nothing more is given out.
+        """End this clone, which has failed for good or is over: waiting peers get ``Unavailable``, and nothing more is served.
 
-        Not to be called when only one source failed and the clone goes on with another.
+        Do not call it when only one source failed and the clone continues with another.
         """
         with self._lock:
             if self._error is not None:
@@ -119,7 +119,7 @@ class Relay:
         _wake(waiting)
 
     def close(self) -> None:
-        """Give out nothing more; idempotent. Bytes that a peer was given already may still be read until ``idle``."""
+        """Serve nothing more; idempotent. Peers may still read bytes that they were given, until ``idle``."""
         self.fail(Unavailable("this receiver forwards no more: take the state from the source"))
 
     async def idle(self) -> None:
@@ -180,13 +180,13 @@ class _Reader:
 
 @dataclass(slots=True)
 class _Chain:
-    """The receivers that forward a state, in order, and from whom each was told to take it (None: the server itself)."""
+    """The receivers that forward a state, in order, and the one that each was told to take it from (None: the server itself)."""
 
     order: list[str] = field(default_factory=list)
     above: dict[str, str | None] = field(default_factory=dict)
 
     def is_fed_by(self, url: str, other: str) -> bool:
-        """Whether what ``url`` gets passes through ``other``."""
+        """Whether the bytes that ``url`` gets pass through ``other``."""
         seen = set()
         at: str | None = url
         while at is not None and at not in seen:
@@ -198,15 +198,15 @@ class _Chain:
 
 
 class Chains:
-    """The chains of one server: receivers form a line, so that one copy leaves the server. On the loop thread."""
+    """The chains of one server: receivers form a line, so that only one copy leaves the server. Belongs to the loop thread."""
 
     def __init__(self) -> None:
         self._chains: dict[str, _Chain] = {}
 
     def join(self, uid: str, relay_url: str, failed: Sequence[str]) -> str | None:
-        """Put a receiver at the end of the line, or let it ask again from its place. Returns whom it is to ask; None: this server.
+        """Put a receiver at the end of the line, or let it ask again from its place. Returns the url to ask; None: this server.
 
-        ``failed`` did not answer it and leave the line. No receiver is sent to one that waits for it.
+        The receivers in ``failed`` did not answer it; they leave the line. No receiver is sent to one that waits for it.
         """
         chain = self._chains.get(uid)
         if chain is None:
@@ -224,7 +224,7 @@ class Chains:
         return upstream
 
     def leave(self, uid: str, relay_url: str) -> None:
-        """A receiver serves no more; idempotent."""
+        """Remove a receiver that serves no more; idempotent."""
         chain = self._chains.get(uid)
         if chain is None:
             return
@@ -250,7 +250,7 @@ def _set(future: asyncio.Future[None]) -> None:
 
 
 def _unavailable(error: DatastatesError) -> Unavailable:
-    """A new error for each waiting task: raising one object in several tasks would tangle their tracebacks."""
+    """A new error for each waiting task: raising one object in several tasks would mix up their tracebacks."""
     made = Unavailable(f"the peer that forwards this state has given up: {error}")
     made.__cause__ = error
     return made

@@ -1,4 +1,4 @@
-"""One clone: chunks from feeds into a sink. ``schedule`` decides, this acts; all but ``Sink.accept`` runs on the loop thread."""
+"""One clone: chunks from feeds into a sink. ``schedule`` decides, this module acts. All but ``Sink.accept`` runs on the loop thread."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ __all__ = ["Feed", "Fetched", "ReachesDevices", "fetch"]
 
 _THREADS = 2
 _TICK_S = 0.1
-_AT_ONCE = 3  # verdicts that wake the loop together
+_AT_ONCE = 3  # how many verdicts wake the loop together
 _logger = logging.getLogger(__name__)
 _logger.addFilter(Seldom())
 
@@ -61,20 +61,20 @@ class Feed(Protocol):
         """The name of the source, for messages."""
 
     async def receive(self, index: int, buffers: Sequence[memoryview]) -> bool:
-        """Fill ``buffers`` with the bytes of a chunk. Several run at once. True: it is sure that they are the peer's own.
+        """Fill ``buffers`` with the bytes of a chunk; several run at once. True: the bytes are certain to be the peer's own.
 
-        However it ends, also when it is cancelled: nobody writes to ``buffers`` afterwards. Any error means that this feed has failed.
+        However it ends, even when it is cancelled, nobody writes to ``buffers`` afterwards. Any error means that this feed has failed.
         """
 
     @property
     def is_bound(self) -> bool:
-        """Whether ``receive`` is likely to say so."""
+        """Whether ``receive`` is likely to return True."""
 
     async def digests(self, indexes: Sequence[int]) -> Sequence[bytes]:
         """BLAKE3 of these chunks, as the peer has them, over a channel that nobody else can write to."""
 
     async def close(self) -> None:
-        """Let go of the state. ``fetch`` does not call this: the opener of a feed closes it."""
+        """Release the state. ``fetch`` does not call this: the code that opened a feed closes it."""
 
 
 @runtime_checkable
@@ -84,7 +84,7 @@ class ReachesDevices(Protocol):
     reaches_devices: bool
 
     async def receive_there(self, index: int, into: OnDevice) -> bool:
-        """As ``Feed.receive``."""
+        """Like ``Feed.receive``, into memory of a device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,18 +107,18 @@ async def fetch(
     timeout_s: float = 10.0,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Fetched:
-    """Bring every chunk that is missing in ``sink`` from ``feeds`` that hold the same state.
+    """Fetch every chunk that is missing in ``sink`` from ``feeds`` that hold the same state.
 
-    However this ends, nobody writes to the sink's buffers afterwards, and what was accepted stays accepted: call it again with the same
-    sink, and only the rest moves.
+    However this ends, nobody writes to the sink's buffers afterwards, and accepted chunks stay accepted: when it is called again with the
+    same sink, only the rest is moved.
 
     :param late: Feeds that are still being connected; each must come or fail in time by itself. They are cancelled when they are no
         longer needed.
-    :param origin: It says what the chunks of the state are, whichever feed brings them. By default the first of ``feeds``, and when that
-        fails the next one.
+    :param origin: The peer that says what the chunks of the state are, whichever feed brings them. By default it is the first of
+        ``feeds``, and when that fails the next one.
     :param window: How many chunks each feed has under way.
-    :param timeout_s: For how long the sink may have no room while nothing is under way. That a peer is silent its feed finds out.
-    :param on_progress: Gets the bytes that were accepted and all that this call is to bring, on the loop thread.
+    :param timeout_s: How long the sink may have no room while nothing is under way. A feed itself notices when its peer is silent.
+    :param on_progress: Called on the loop thread with the bytes that were accepted and the total that this call is to fetch.
     :raises Corrupt: a chunk came with a wrong digest twice, or two feeds disagree about what it is.
     :raises DatastatesError: the error of the last feed, when none is left.
     """
@@ -137,7 +137,7 @@ async def fetch(
 
 
 class _Verdict(Enum):
-    """What came: the right chunk, something else than the origin says, or bytes that fail the manifest's digest."""
+    """What came: the right chunk, a chunk other than the origin says, or bytes that fail the manifest's digest."""
 
     RIGHT = auto()
     OTHER = auto()
@@ -195,7 +195,7 @@ class _Run:
         self._tick()
 
     async def stop(self) -> None:
-        """Cancel what is under way and wait until nothing is."""
+        """Cancel everything under way, and wait until nothing is."""
         self._is_stopping = True
         if self._timer is not None:
             self._timer.cancel()
@@ -211,7 +211,7 @@ class _Run:
             await self._is_quiet.wait()
         self._threads.shutdown()  # joins threads that have nothing to do
         if self.end.done() and not self.end.cancelled():
-            self.end.exception()  # looked at, even if this was cancelled at the same moment
+            self.end.exception()  # marks it as retrieved, even if this was cancelled at the same moment
 
     def fetched(self) -> Fetched:
         """The result."""
@@ -219,7 +219,7 @@ class _Run:
         return Fetched(dict(self._bytes), self._chunks, self._clock() - self._began, lost)
 
     def _handle(self, event: Event) -> None:
-        """Act on an event. An error in here is the sink's, or ours: it ends the clone."""
+        """Act on an event. An error in here is the sink's, or ours, and ends the clone."""
         if self._is_stopping or self.end.done():
             return
         refused: list[Start] = []
@@ -235,7 +235,7 @@ class _Run:
                         self.end.set_result(None)
                     case Refuse() | GiveUp() | Stuck():
                         self.end.set_exception(self._failure(action))
-        except Exception as exc:  # whatever it is, ``fetch`` raises it
+        except Exception as exc:  # ``fetch`` raises it, whatever it is
             self._fail(exc)
         if refused:
             self._handle(NoRoom(tuple(refused), self._clock()))
@@ -257,7 +257,8 @@ class _Run:
         return True
 
     def _receiving_there(self, feed: Feed, index: int) -> Coroutine[Any, Any, bool] | None:
-        """A chunk comes to a device: its bytes are nobody's but the origin's, which the host need not look at."""
+        """The coroutine that receives a chunk on a device, if possible; the bytes are the origin's own, so the host need not look at
+        them."""
         if not (isinstance(self._sink, SupportsDevices) and isinstance(feed, ReachesDevices) and feed.reaches_devices):
             return None
         into = self._sink.device_buffer(index)
@@ -302,7 +303,7 @@ class _Run:
         self._look()
 
     def _on_told(self, index: int, told: asyncio.Future[tuple[Origin, bytes]]) -> None:
-        """Take the origin's word on a chunk that has come."""
+        """Take the origin's answer about a chunk that has come."""
         if not told.cancelled() and told.exception() is None and not self._is_stopping:
             self._check(index, told.result())
             return
@@ -319,7 +320,7 @@ class _Run:
         future.add_done_callback(lambda done: self._judged(index, told, done))
 
     def _judged(self, index: int, told: tuple[Origin, bytes] | None, done: Future[_Verdict]) -> None:
-        """Tell the loop of some verdicts at once, unless no further one is to come; in a thread."""
+        """Report some verdicts to the loop at once, unless no further one is to come; runs in a thread."""
         with self._lock:
             self._verdicts.append((index, told, done))
             self._judging -= 1
@@ -334,7 +335,7 @@ class _Run:
             self._on_checked(*verdict)
 
     def _verify(self, index: int, wanted: bytes | None) -> _Verdict:
-        """Verify in a thread: first the digest that cannot be forged, then the sink's own, which guards against rot."""
+        """Verify a chunk in a thread: first the digest that cannot be forged, then the sink's own, which guards against rot."""
         if wanted is not None and digest_of(self._buffers[index]) != wanted:
             self._sink.forget(index)
             return _Verdict.OTHER
@@ -360,7 +361,7 @@ class _Run:
         self._look()
 
     async def _confront(self, number: int, index: int, origin: Origin, wanted: bytes) -> None:
-        """A source has brought something else than the origin says: does it say so itself?
+        """Ask a source whether it stands by a chunk that differs from what the origin says.
 
         :raises Corrupt: it does.
         """
@@ -407,7 +408,7 @@ class _Run:
             return
         try:
             self._on_progress(self._bytes_done, self._bytes_total)
-        except Exception:  # the caller's own function
+        except Exception:  # the caller's own function may raise anything
             _logger.exception("on_progress failed; it is not called again, the clone goes on")
             self._on_progress = None
 
@@ -444,8 +445,8 @@ class _Run:
 
 
 def _named(name: str, error: BaseException) -> BaseException:
-    """An error of our tree whose message names the feed; of another kind: as it is, with a note."""
-    if isinstance(error, asyncio.CancelledError):  # not by us: raised on, it would look as if our caller were cancelled
+    """The error, naming the feed: in its message if it is of our tree, else in a note."""
+    if isinstance(error, asyncio.CancelledError):  # not by us: if it were raised on, our caller would seem to be cancelled
         return Disconnected(f"{name} was closed while it was receiving")
     if not isinstance(error, DatastatesError):
         error.add_note(f"while receiving from {name}")

@@ -1,4 +1,4 @@
-"""A receiver in a chain: it takes a state from the one ahead of it, and serves what it has verified to the one behind."""
+"""A receiver in a chain: it takes a state from the receiver ahead, and serves what it has verified to the one behind."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Connect = Callable[[str], Awaitable[Session]]
 
 
 class Forwarder:
-    """Made by ``join``; every coroutine belongs to the loop thread. The session with the source stays open while it forwards."""
+    """Created by ``join``; every coroutine belongs to the loop thread. The session with the source stays open while it forwards."""
 
     def __init__(self, url: str, uid: str, session: Session, connect: Connect, server: Server, store: _RelayStore) -> None:
         self._url, self._uid, self._session, self._connect = url, uid, session, connect
@@ -50,9 +50,9 @@ class Forwarder:
     async def join(
         cls, url: str, uid: str, *, connect: Connect, transport: Transport, token: bytes, tls: Tls | None, data: str = "auto"
     ) -> Self:
-        """Connect to the source at ``url``, listen beside it, and say so there.
+        """Connect to the source at ``url``, listen on the address that faces it, and announce that to the source.
 
-        :raises Unavailable: the state's bytes are not there.
+        :raises Unavailable: the source does not have the state's bytes.
         """
         session = await connect(url)
         store = _RelayStore(uid, session.identity)
@@ -76,7 +76,7 @@ class Forwarder:
         return self
 
     async def fetch(self, sink: Sink, *, timeout_s: float, on_progress: Callable[[int, int], None] | None) -> Fetched:
-        """Fill ``sink`` from the receiver ahead, or from the next one when it fails, and in the end from the source itself."""
+        """Fill ``sink`` from the receiver ahead, or from the next one when that fails, and finally from the source itself."""
         relay = Relay(self.manifest, sink)
         self._store.relay.set_result(relay)
         counted = _Counted(sum(sink.lengths[index] for index in sink.missing()), on_progress)
@@ -99,7 +99,7 @@ class Forwarder:
                 return Fetched(counted.bytes_by_feed(), fetched.chunks, asyncio.get_running_loop().time() - began, fetched.lost)
 
     async def drain(self) -> None:
-        """Wait for those behind until they have all that was promised them, up to half a minute."""
+        """Wait, for up to half a minute, until the receivers behind have everything that was promised to them."""
         if not self._store.relay.done():
             return
         relay = self._store.relay.result()
@@ -110,7 +110,7 @@ class Forwarder:
             _logger.warning("a receiver behind this one is too slow: it takes the rest of %s from the source", self._uid[:10])
 
     async def close(self) -> None:
-        """Forward no more; idempotent."""
+        """Stop forwarding; idempotent."""
         if self._store.relay.done() and not self._store.relay.cancelled():
             self._store.relay.result().close()
         else:
@@ -121,12 +121,12 @@ class Forwarder:
         await self._session.close()
 
     async def _ask(self) -> Feed:
-        """The feed to use now: the source says whose."""
+        """The feed to use now; the source says from which receiver."""
         while True:
             if self._upstream is not None:
                 await self._upstream[1].close()
                 self._upstream = None
-            is_tired = len(self._failed) >= _TRIES  # whoever sends us about is asked for the bytes itself
+            is_tired = len(self._failed) >= _TRIES  # after so many tries the source itself is asked for the bytes
             opened, origin = await self._session.open(
                 self._uid, relay=self._server.url, failed=self._failed[-_FAILED:], here=is_tired, limit=self._limit()
             )
@@ -157,7 +157,7 @@ class Forwarder:
             return feed
 
     def _limit(self) -> int:
-        """The limit for what a peer says of a known state: no more than was said of it before, and where its chunks are."""
+        """The limit for what a peer says of a known state: no more than was said of it before, plus where its chunks are."""
         if self._origin is None:
             return BODY_BYTES
         return len(self._origin.manifest) + 16 * len(self._origin.lengths) + _SPARE_BYTES
@@ -223,7 +223,7 @@ def _own_url(transport: Transport, session: Session) -> str:
 
 
 class _Counted:
-    """Progress over several attempts, and how much came from which source."""
+    """Counts progress over several attempts, and how much came from which source."""
 
     def __init__(self, total: int, on_progress: Callable[[int, int], None] | None) -> None:
         self._total, self._on_progress = total, on_progress

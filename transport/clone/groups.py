@@ -1,4 +1,4 @@
-"""Processes that belong together and know each other by rank: how they meet, what they tell each other, and what bytes they pass on."""
+"""Groups of processes that know each other by rank: how they meet, exchange values, and pass bytes on."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ if TYPE_CHECKING:
 __all__ = ["EXCHANGE_BYTES", "PATIENCE_S", "Group", "MPIGroup", "SoloGroup", "bytes_of", "check", "group_of"]
 
 EXCHANGE_BYTES: Final = 1 << 20
-"""The most that one rank may give to an exchange."""
+"""The most bytes that one rank may give to an exchange."""
 
 PATIENCE_S: Final = 1800.0
-"""So long a rank waits for the others, unless the group was told otherwise: as long as torch's own collectives."""
+"""How long a rank waits for the others, unless the group sets another time: as long as torch's own collectives do."""
 
 _MESSAGE_BYTES: Final = 1 << 30
 """MPI counts in 32 bits."""
 
-_POLL_S: Final = (50e-6, 2e-3)  # between two looks at a collective that is under way: at first, at most
+_POLL_S: Final = (50e-6, 2e-3)  # between two checks of a collective under way: at first, and at most
 
 
 class Group(ABC):
     """A fixed number of processes. Every method is collective: all ranks call the same ones in the same order, on their training threads.
 
-    A rank that does not come makes the others raise Unavailable: at once where its connections broke as it died, else after the
-    group's ``timeout_s``. The group is of no use then.
+    If a rank does not come, the others raise Unavailable: at once if its connections broke because it died, else after the group's
+    ``timeout_s``. The group cannot be used after that.
     """
 
     @property
@@ -50,26 +50,27 @@ class Group(ABC):
 
     @property
     def members(self) -> tuple[int, ...] | None:
-        """What torch.distributed numbers these ranks by, by rank; None: they are all of its ranks, by the same numbers."""
+        """The numbers by which torch.distributed knows these ranks, by rank; None: they are all of its ranks, with the same numbers."""
         return None
 
     @abstractmethod
     def exchange(self, value: bytes) -> list[bytes]:
-        """Exchange bytes: returns what every rank gave, by rank, once all have called it. At most 1 MiB each.
+        """What every rank gave, by rank, once all have called this. At most 1 MiB each.
 
-        :raises InvalidInput: it is more; nothing was sent, and the other ranks wait on.
+        :raises InvalidInput: it is more; nothing was sent, and the other ranks keep waiting.
         :raises Unavailable: a rank did not come.
         :raises Closed: the group was closed.
         """
 
     @abstractmethod
     def pass_on(self, buffer: memoryview | bytearray | bytes | torch.Tensor, root: int, to: Collection[int] | None = None) -> None:
-        """Fill the buffers of other ranks with the bytes of the root's, which are as many: contiguous, and writable but at the root.
+        """Fill the buffers of other ranks with the root's bytes. All buffers have the same size, are contiguous, and writable except at the
+        root.
 
-        ``to`` are the ranks that get them, None: all. The same everywhere; a rank that neither gives nor gets need not call, as long as
-        those that do meet in the same order.
+        ``to`` are the ranks that get the bytes, None: all. It is the same everywhere. A rank that neither gives nor gets need not call
+        this, as long as the others meet in the same order.
 
-        :raises Unavailable: a rank did not come. What is in the buffers then is undefined.
+        :raises Unavailable: a rank did not come. The contents of the buffers are then undefined.
         :raises Closed: the group was closed.
         """
 
@@ -79,13 +80,13 @@ class Group(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Let go; idempotent, and collective as all else."""
+        """Release the group; idempotent, and collective like everything else."""
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Close, but not after an error: the other ranks may never come to it."""
+        """Close, except after an error: the other ranks may never reach it."""
         if error is None:
             self.close()
 
@@ -113,8 +114,8 @@ class SoloGroup(Group):
 class MPIGroup(Group):
     """The ranks of an MPI communicator, ``COMM_WORLD`` by default; making one is collective.
 
-    It talks on a duplicate of the communicator, so that it never takes a message of the program's own. A rank that waits
-    sleeps between looks: MPI's blocking calls burn the core that a transfer of the same process may need. When a rank dies, most
+    It communicates on a duplicate of the communicator, so that it never takes a message of the program's own. A rank that waits
+    sleeps between checks, since MPI's blocking calls burn the core that a transfer of the same process may need. When a rank dies, most
     launchers end the whole job; where one does not, or a rank hangs, the others raise after ``timeout_s``.
 
     :raises Unsupported: mpi4py is not installed.
@@ -162,7 +163,7 @@ class MPIGroup(Group):
                 self._wait(self._comm.Irecv, message, root)
 
     def _wait(self, begin: Callable[..., Any], *arguments: Any) -> None:
-        """Wait for what ``begin`` begins."""
+        """Wait for the operation that ``begin`` starts."""
         if self._unfinished is not None:
             raise Unavailable("a rank of this group did not come before: make another group, on every rank")
         try:
@@ -197,9 +198,9 @@ def _mpi() -> Any:
 
 
 def group_of(value: object, what: str) -> Group:
-    """The group that a user gives.
+    """The group that a user passed.
 
-    :raises InvalidInput: it is none.
+    :raises InvalidInput: ``value`` is something else.
     """
     if not isinstance(value, Group):
         raise InvalidInput(f"{what} is {shown(value)}: give a datastates.ranks.TorchGroup, MPIGroup or SoloGroup")
@@ -207,7 +208,7 @@ def group_of(value: object, what: str) -> Group:
 
 
 def check(value: bytes = b"", *, is_closed: bool) -> None:
-    """Raise unless the group is open, and the value what an exchange takes."""
+    """Raise unless the group is open and an exchange accepts the value."""
     if is_closed:
         raise Closed("the group was closed: make another one, on every rank")
     if len(value) > EXCHANGE_BYTES:
@@ -217,6 +218,6 @@ def check(value: bytes = b"", *, is_closed: bool) -> None:
 
 
 def bytes_of(buffer: memoryview | bytearray | bytes | torch.Tensor) -> memoryview:
-    """The bytes of a buffer, or of a tensor of bytes on the CPU, where they lie."""
+    """The bytes of a buffer, or of a byte tensor on the CPU, without a copy."""
     view = memoryview(buffer if isinstance(buffer, memoryview | bytearray | bytes) else buffer.numpy().data)
     return view.cast("B") if view.nbytes else memoryview(b"")

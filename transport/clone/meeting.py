@@ -1,4 +1,4 @@
-"""Ranks that do one thing together: whoever fails says so where the others meet it next, and all raise."""
+"""Something that several ranks do together: a rank that fails says so at the next meeting, and all ranks raise."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _END = b"at the end"
 
 
 class _Said(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank tells the others: that it failed, or what they ask each other."""
+    """What a rank tells the others: that it failed, or its part of the exchange."""
 
     failure: Failure | None = None
     body: bytes = b""
 
 
 class Meeting:
-    """One thing that the ranks of a group do together; ``what`` it is, as in "could not …". Collective, on the training threads."""
+    """One thing that the ranks of a group do together; ``what`` names it, as in "could not …". Collective, on the training threads."""
 
     def __init__(self, group: Group, what: str) -> None:
         self.group, self._what = group, what
@@ -35,7 +35,7 @@ class Meeting:
 
     @contextmanager
     def united(self) -> Iterator[None]:
-        """The block that all go through; it ends once all have.
+        """The block that all ranks run; it ends once all of them have finished it.
 
         :raises DatastatesError: this rank's own error, as it is; or that of the first rank that failed, with its number.
         """
@@ -45,7 +45,7 @@ class Meeting:
 
     @contextmanager
     def telling(self) -> Iterator[None]:
-        """The block before a meeting: the others learn there what it raises, which is then raised here as it is."""
+        """The block before a meeting: an error in it is told to the other ranks at the meeting, and then raised here as it is."""
         try:
             yield
         except Exception as exc:
@@ -59,7 +59,7 @@ class Meeting:
         try:
             said = self._exchange(_Said(body=body))
         except BaseException:
-            self._is_over = True  # nobody is there to be told
+            self._is_over = True  # no rank is left to be told
             raise
         for rank, each in enumerate(said):
             if each.failure is not None:
@@ -69,9 +69,9 @@ class Meeting:
         return [each.body for each in said]
 
     def end(self, error: str | None = None) -> dict[int, str]:
-        """Wait until all are at the end of it; by rank, what those that failed say.
+        """Wait until all ranks reach the end; returns, by rank, what those that failed say.
 
-        One that failed is here before the others: it says so wherever these meet, until all are here.
+        A rank that failed arrives before the others: it repeats its error wherever they meet, until all are here.
         """
         own = _Said(None if error is None else Failure(DatastatesError.kind, _shortened(error)), _END)
         while True:
@@ -84,20 +84,20 @@ class Meeting:
 
 
 def _described(error: Exception) -> Failure:
-    """An error for the other ranks, which are of the same job: they may read all of it."""
+    """An error, described for the other ranks. They are of the same job, so they may read all of it."""
     if isinstance(error, DatastatesError):
         return Failure(error.kind, str(error)[:_CHARACTERS])
     return Failure(DatastatesError.kind, f"{type(error).__name__}: {error}"[:_CHARACTERS])
 
 
 def _shortened(text: str) -> str:
-    """Its beginning, and its end, where a traceback says where it was raised."""
+    """The beginning of a text, and its end, where a traceback says where the error was raised."""
     half = _CHARACTERS // 2
     return text if len(text) <= _CHARACTERS else f"{text[:half]}\n…\n{text[-half:]}"
 
 
 def _decoded(said: bytes) -> _Said | None:
-    """What a rank says in a meeting; None of what is exchanged in another form."""
+    """What a rank says in a meeting; None if the bytes are an exchange of another form."""
     try:
         return msgspec.msgpack.decode(said, type=_Said)
     except msgspec.DecodeError:

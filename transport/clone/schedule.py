@@ -1,16 +1,16 @@
-"""Deciding which chunk is asked of which feed, and when. Events in, actions out.
+"""Decides which chunk is asked of which feed, and when. Events come in, actions go out.
 
-No task, clock or byte is touched here, so every rule is tested by calling ``handle``; ``fetch`` acts.
+This module touches no task, clock or byte, so every rule is tested by calling ``handle``; ``fetch`` acts.
 
 Rules:
 - Chunks are pulled: each feed has up to ``window`` of them under way, and the next goes to the feed that would deliver it first. So feeds
-  share by speed without being measured before.
-- While feeds are still connecting, those that are here take their equal share at most, and not for longer than ``GRACE_S``.
-- Near the end a feed takes no chunk that it would deliver long after the others could have done everything.
-- A feed that fails gives its chunks back. So does one that sits on the last chunks while another idles that would do them much sooner: it
+  share the work by speed without being measured in advance.
+- While some feeds are still connecting, those that are here take at most their equal share, for no longer than ``GRACE_S``.
+- Near the end a feed takes no chunk that it would deliver long after the others could have delivered everything.
+- A feed that fails gives its chunks back. So does a feed that holds the last chunks while an idle one could deliver them much sooner: it
   is *robbed*, and measured anew.
-- A chunk whose digest is wrong is asked of another feed, of the same if there is only one; wrong twice, the clone is given up.
-- It is given up too when no feed is left and none is on its way, or when there is no room although nothing is under way.
+- A chunk whose digest is wrong is asked of another feed, or of the same if there is only one. If it is wrong twice, the clone is given up.
+- The clone is also given up when no feed is left and none is coming, or when there is no room although nothing is under way.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ __all__ = [
 ]
 
 GRACE_S = 0.2
-"""For how long those that are here leave their share to those that are still connecting."""
+"""How long the connected feeds leave their share to those that are still connecting."""
 
-_BACKLOG = 8  # chunks that wait for their digest: more would only have left the caches when their turn comes
+_BACKLOG = 8  # chunks that wait for their digest: more would have left the caches before their turn
 _ROB_S = 0.5
 _ROB_FACTOR = 4.0
 _LATE_FACTOR = 1.5
@@ -52,7 +52,7 @@ _LATE_FACTOR = 1.5
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """These feeds are here; those of one event begin together."""
+    """These feeds are connected; those of one event begin together."""
 
     feeds: tuple[int, ...]
     now: float
@@ -60,7 +60,7 @@ class Joined:
 
 @dataclass(frozen=True, slots=True)
 class Absent:
-    """A feed that was expected does not come."""
+    """An expected feed will not come."""
 
     feed: int
     now: float
@@ -77,7 +77,7 @@ class Received:
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """They were right."""
+    """The bytes were right."""
 
     index: int
     now: float
@@ -85,7 +85,7 @@ class Accepted:
 
 @dataclass(frozen=True, slots=True)
 class Refuted:
-    """They were not."""
+    """The bytes were wrong."""
 
     index: int
     now: float
@@ -93,7 +93,7 @@ class Refuted:
 
 @dataclass(frozen=True, slots=True)
 class Returned:
-    """A chunk of a feed that was dropped does not come, and nobody writes to its buffers any more."""
+    """A chunk of a dropped feed will not come, and nobody writes to its buffers any more."""
 
     feed: int
     index: int
@@ -119,7 +119,7 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class NoRoom:
-    """These were not begun, for there is no buffer for them at the moment."""
+    """These receives were not begun, since there is no buffer for them at the moment."""
 
     starts: tuple[Start, ...]
     now: float
@@ -127,7 +127,7 @@ class NoRoom:
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Time went by."""
+    """Time has passed."""
 
     now: float
 
@@ -174,7 +174,7 @@ Action = Start | Drop | Done | Refuse | GiveUp | Stuck
 
 @dataclass(slots=True)
 class _Feed:
-    """What is known of a feed. Its *pace* is the number of seconds that it needs for a chunk when it has several under way."""
+    """What is known of a feed. Its *pace* is the number of seconds that it takes for a chunk while it has several under way."""
 
     number: int
     flying: set[int] = field(default_factory=set)
@@ -186,7 +186,7 @@ class _Feed:
     is_dropped: bool = False
 
     def pace(self, now: float) -> float | None:
-        """None: not measured yet. A chunk that is overdue counts as if it came now."""
+        """The pace; None: not measured yet. A chunk that is overdue counts as if it came now."""
         quiet_s = now - self.moved_at if self.flying else 0.0
         if self.done == 0:
             return self.busy_s or None
@@ -206,12 +206,12 @@ class _Feed:
             self.done += 1
 
     def forget_pace(self, now: float) -> None:
-        """Note that the feed was robbed: until it delivers again it counts as slow as it just was."""
+        """Forget the pace of a feed that was robbed: until it delivers again it counts as slow as it just was."""
         self.busy_s, self.done = max(self.busy_s / max(self.done, 1), now - self.moved_at), 0
 
 
 class Schedule:
-    """The state behind the decisions for one clone: each of ``expected`` feeds will join or be absent."""
+    """The state behind the decisions for one clone. Each of ``expected`` feeds will either join or be absent."""
 
     def __init__(self, missing: Iterable[int], *, window: int, expected: int, timeout_s: float, now: float) -> None:
         self._queue = deque(dict.fromkeys(missing))
@@ -227,7 +227,7 @@ class Schedule:
         self._is_over = False
 
     def handle(self, event: Event) -> list[Action]:
-        """Take one event in; what is to be done now comes out."""
+        """Take in one event; returns the actions to perform now."""
         if self._is_over:
             return []
         actions: list[Action] = []
@@ -344,7 +344,7 @@ class Schedule:
         return None
 
     def _latest(self, paces: dict[int, float]) -> float:
-        """The time, in seconds from now, by which a chunk that is begun now should be here: not long after all of them could be."""
+        """The time, in seconds from now, by which a chunk begun now should be here: not long after all feeds could have everything."""
         if not paces or len(self._feeds) == 1 or not any(feed.flying for feed in self._feeds.values()):
             return float("inf")
         flying = sum(len(feed.flying) for feed in self._feeds.values())
@@ -358,7 +358,7 @@ class Schedule:
         return max(self._window, self._total / (len(self._feeds) + self._expected))
 
     def _index_for(self, feed: _Feed, *, is_in_time: bool) -> int | None:
-        """The next chunk for this feed. What was wrong comes first, and late rather than never: few may be asked for it."""
+        """The next chunk for this feed. A chunk that was wrong comes first, even if it would be late: few feeds may be asked for it."""
         is_alone = not self._expected and not any(each is not feed and not each.is_lost for each in self._feeds.values())
         for index in self._again:
             if is_alone or self._wrong[index] != feed.number:

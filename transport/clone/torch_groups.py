@@ -1,4 +1,4 @@
-"""Ranks that know each other by torch.distributed."""
+"""Ranks that know each other through torch.distributed."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ __all__ = ["TorchGroup", "initialized"]
 class TorchGroup(Group):
     """The ranks of torch.distributed, all of them or those of ``of``; making one is collective among all ranks of the job.
 
-    It talks over gloo in a group of its own, on the CPU: so it never comes between the collectives of the training, and works
-    where those are NCCL's. When a rank dies the others raise as soon as one of them misses it; when one hangs, after ``timeout_s``.
+    It communicates over gloo in a group of its own, on the CPU. So it never interferes with the collectives of the training, and works
+    where those are NCCL's. When a rank dies, the others raise as soon as one of them misses it; when one hangs, after ``timeout_s``.
 
     :param of: a group of torch.distributed, whose ranks are the ranks of this one.
     :raises InvalidInput: torch.distributed is not initialised, or this process is not in ``of``.
@@ -98,7 +98,7 @@ class TorchGroup(Group):
             collective(*tensors, group=self._group, **options)
         except RuntimeError as exc:
             self._is_broken = True
-            self._let_go()  # closes this rank's connections: who waits for it hears of it now
+            self._let_go()  # closes this rank's connections, so ranks that wait for it notice now
             raise Unavailable(f"rank {self._rank} of {self._size} lost another one, which hangs or died: {exc}") from exc
 
     def _let_go(self) -> None:
@@ -108,13 +108,13 @@ class TorchGroup(Group):
 
 
 def initialized() -> Any:
-    """``torch.distributed`` where this process initialised it, else None. It is not imported for that."""
+    """``torch.distributed`` if this process initialised it, else None; never imports it for that."""
     dist: Any = sys.modules.get("torch.distributed")
     return dist if dist is not None and dist.is_available() and dist.is_initialized() else None
 
 
 def _as_tensor(view: memoryview) -> torch.Tensor:
-    """The bytes as a tensor, where they lie."""
+    """The bytes as a tensor, without a copy."""
     import numpy as np
     import torch
 

@@ -1,4 +1,4 @@
-"""To whom a receiver in a chain may be sent. A source passes on only where its peers are, and a receiver does not take its word for it."""
+"""Which addresses a receiver in a chain may be sent to. A source names only its peers' own addresses, and a receiver checks them again."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 def is_at(url: str, remote: tuple[str, int] | None) -> bool:
-    """Whether a url is of the address from which its owner is connected; with no network between the two, of anywhere."""
+    """Whether a url has the address from which its owner is connected; always True if no network is between the two."""
     if remote is None:
         return True
     found, own = _place(url), _address(remote[0])
@@ -20,7 +20,8 @@ def is_at(url: str, remote: tuple[str, int] | None) -> bool:
 
 
 def may_dial(url: str, source: tuple[str, int] | None) -> bool:
-    """Whether the one ahead that a source names is an address with a port, beyond this machine and its link unless the source is there."""
+    """Whether a receiver may dial the url that a source names: an address with a port, and on this machine or link only if the source
+    is."""
     if source is None:
         return True
     found, own = _place(url), _address(source[0])
@@ -30,7 +31,7 @@ def may_dial(url: str, source: tuple[str, int] | None) -> bool:
 
 
 def _place(url: str) -> _Address | None:
-    """The address that a url names; None if it is no url of ours, or has more than an address and a port."""
+    """The address that a url names; None if it is not one of our urls, or has more than an address and a port."""
     try:
         parts = urlsplit(url)
         port = parts.port

@@ -1,4 +1,4 @@
-"""A server's answers: a peer's questions put to the store, in worker threads."""
+"""A server's answers: passes a peer's questions to the store, in worker threads."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _offer = msgspec.msgpack.Decoder(Offer)
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """What the sessions of one server share. ``threads`` runs the store; ``pushing`` leaves some of them to those that do not push."""
+    """What the sessions of one server share. ``threads`` runs the store; ``pushing`` keeps some threads free for peers that do not push."""
 
     store: Store
     threads: Executor
@@ -52,7 +52,7 @@ class Service:
 
 
 class Answers:
-    """The answers to one peer. A state opened for it is held by ``sending``; a relay that it announced leaves with it."""
+    """The answers to one peer. ``sending`` holds the states opened for it; a relay that it announced leaves when it does."""
 
     def __init__(
         self, service: Service, sending: Sending, peer: str, timeout_s: float, is_near: Callable[[], bool], remote: tuple[str, int] | None
@@ -63,7 +63,7 @@ class Answers:
         self._offered = service.offers.share()
 
     async def answer(self, question: Question) -> bytes:
-        """The body of an answer; any error is the answer too."""
+        """The body of the answer to a question. If this raises, the error is the answer."""
         store = self._service.store
         match question:
             case Refs():
@@ -83,9 +83,9 @@ class Answers:
                 raise PeerFault(f"{self._peer} asks {type(question).__name__} of a side that cannot answer it")
 
     def begin_push(self, push: Push) -> None:
-        """Make room for what the peer is going to say of a state that it pushes; ``take`` gives it back.
+        """Reserve room for what the peer is about to say of a state that it pushes; ``take`` releases it.
 
-        :raises InvalidInput: this server takes none.
+        :raises InvalidInput: this server accepts no pushes.
         :raises Unavailable: there is no room for it now.
         """
         self._service.store.check_writable()
@@ -108,7 +108,7 @@ class Answers:
         except (msgspec.DecodeError, RecursionError, ValueError) as exc:
             raise PeerFault(f"{self._peer} pushes what is no offer ({exc})") from exc
         body.clear()
-        async with self._service.pushing:  # for room somebody may have to wait
+        async with self._service.pushing:  # a push may have to wait for room
             sink = await self._run(lambda: store.receive(offer), late=lambda sink: store.abandon(offer, sink))
         source = feed(offer, tuple(sink.lengths))
         try:
@@ -122,7 +122,7 @@ class Answers:
         return _encode(record)
 
     def close(self) -> None:
-        """The peer is gone: its relays serve no more, and what it pushed takes no room."""
+        """Clean up after a peer that is gone: its relays serve no more, and its pushes take no room."""
         self._offered.close()
         for uid, url in self._joined:
             if self._service.relays is not None:
@@ -153,7 +153,7 @@ class Answers:
     async def _addresses(self, source: Source) -> tuple[int, ...]:
         if not isinstance(source, SupportsAddresses):
             return ()
-        with suppress(DatastatesError):  # a chunk that cannot be read is told of when it is wanted
+        with suppress(DatastatesError):  # a chunk that cannot be read is reported when it is wanted
             return tuple(await self._run(source.addresses))
         return ()
 
@@ -166,7 +166,7 @@ class Answers:
         return None if question.here else upstream
 
     async def _run(self, work: Callable[[], _T], *, late: Callable[[_T], object] | None = None) -> _T:
-        """Do it in a thread. If this is cancelled first, ``late`` gets what comes of it."""
+        """Run ``work`` in a thread. If this is cancelled first, ``late`` gets the result."""
         future = self._service.threads.submit(work)
         try:
             return await asyncio.wrap_future(future)
@@ -178,8 +178,8 @@ class Answers:
 
 def _hand(done: Future[_T], late: Callable[[_T], object]) -> None:
     if done.cancelled() or done.exception() is not None:
-        return  # nothing came of it
+        return  # there is no result
     try:
         late(done.result())
-    except Exception:  # whoever asked is gone, so nobody else hears of it
+    except Exception:  # the peer that asked is gone, so nobody else hears of it
         _logger.exception("what came too late could not be let go")

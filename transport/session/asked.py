@@ -1,8 +1,8 @@
-"""The questions of the peer: taken as they come, answered by tasks of their own.
+"""The questions of the peer: accepted as they come, answered by tasks of their own.
 
 Ask   -> take -> _answer, _reply            answers come from ``Answers``, a few at once
-Ask   -> take -> _begin_upload              a push: what it says of its state follows in parts
-Part  -> part -> _reply                     with the last one the state is fetched
+Ask   -> take -> _begin_upload              a push: the description of its state follows in parts
+Part  -> part -> _reply                     with the last part, the state is fetched
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from .sending import Sending
 
 __all__ = ["Asked"]
 
-_AT_ONCE = 8  # questions of a peer that are being answered; more wait
+_AT_ONCE = 8  # questions of a peer that are answered at once; more wait
 _QUESTIONS = 256  # questions that a peer may have open, the waiting ones included
 _T = TypeVar("_T")
 
 
 @dataclass(slots=True)
 class _Upload:
-    """What a peer says of a state that it pushes, as far as it has come."""
+    """The description of a state that a peer pushes, as far as it has come."""
 
     push: Push
     moved_at: float
@@ -39,8 +39,8 @@ class _Upload:
 
 
 class Asked:
-    """Belongs to the loop thread. ``feed`` makes the feed of a state that the peer holds open for us; without ``answers`` this side
-    serves nothing, and only what it pushes itself can be asked for."""
+    """The peer's questions; belongs to the loop thread. ``feed`` makes the feed of a state that the peer holds open for us. Without
+    ``answers`` this side serves nothing, and the peer can ask only for what this side pushes."""
 
     def __init__(
         self,
@@ -58,23 +58,23 @@ class Asked:
         self._at_once = asyncio.Semaphore(_AT_ONCE)
         self._questions: set[int] = set()
         self._uploads: dict[int, _Upload] = {}
-        self._refused: dict[int, int] = {}  # bodies that were refused and may still be on their way: what is left of them
+        self._refused: dict[int, int] = {}  # refused bodies that may still be arriving: how much of each is left
 
     @property
     def is_busy(self) -> bool:
-        """Whether something that was asked is not answered yet."""
+        """Whether a question is not answered yet."""
         return bool(self._questions or self._uploads)
 
     @property
     def stalled_s(self) -> float:
-        """The seconds for which nothing has come of what the peer says of a state that it pushes."""
+        """The seconds for which no part has come of a push whose description is incomplete."""
         now = self._clock()
         return max((now - upload.moved_at for upload in self._uploads.values()), default=0.0)
 
     def take(self, number: int, question: Question) -> None:
         """Begin to answer a question.
 
-        :raises PeerFault: it is asked already, or too many are.
+        :raises PeerFault: its number is already in use, or too many questions are open.
         """
         if number in self._questions or len(self._questions) >= _QUESTIONS:
             problem = "twice" if number in self._questions else f"while {_QUESTIONS} others are open"
@@ -91,9 +91,9 @@ class Asked:
                 self._life.depend_on(self._answer, number, question)
 
     def part(self, number: int, data: bytes) -> None:
-        """A part of what the peer says of a state that it pushes.
+        """Take in a part of the description of a state that the peer pushes.
 
-        :raises PeerFault: it has not the length that belongs there.
+        :raises PeerFault: its length is wrong.
         """
         upload = self._uploads.get(number)
         left = self._refused.get(number, 0) if upload is None else upload.push.bytes - len(upload.body)
@@ -109,12 +109,12 @@ class Asked:
             self._life.depend_on(self._reply, number, self._take_push, upload)
 
     def close(self) -> None:
-        """The session is over."""
+        """Clean up; the session is over."""
         if self._answers is not None:
             self._answers.close()
 
     def _begin_upload(self, number: int, push: Push) -> None:
-        """A push is refused before its body is taken: what of that is on its way already is dropped."""
+        """Begin a push. If it is refused, that happens before its body is accepted; parts already under way are dropped."""
         try:
             self._require(push).begin_push(push)
         except DatastatesError as exc:

@@ -26,7 +26,7 @@ class _Pending:
 
 
 class Asking:
-    """Questions by id. An answer to one that was given up is dropped; one that was never asked is the peer's fault."""
+    """Our questions, by id. An answer to a question that was given up is dropped; an answer to one never asked is the peer's fault."""
 
     def __init__(self, post: Callable[[Message], Awaitable[None]], clock: Callable[[], float], peer: str) -> None:
         self._post, self._clock, self._peer = post, clock, peer
@@ -35,7 +35,7 @@ class Asking:
         self._next = 0
 
     async def ask(self, question: Question, *, limit: int, offer: bytes = b"") -> bytes:
-        """The whole body of the answer, of at most ``limit`` bytes. ``offer`` travels behind a ``Push``."""
+        """The whole body of the answer, of at most ``limit`` bytes. ``offer`` is sent after a ``Push``."""
         async with self._room:
             now = self._clock()
             pending = _Pending(asyncio.get_running_loop().create_future(), limit, now, now, is_push=bool(offer))
@@ -51,12 +51,12 @@ class Asking:
             finally:
                 del self._pending[number]
                 if not pending.done.cancel() and not pending.done.cancelled():
-                    pending.done.exception()  # looked at, also when posting failed first
+                    pending.done.exception()  # marks it as retrieved, also when posting failed first
 
     def answered(self, message: Answer) -> None:
-        """A part of an answer is here.
+        """Take in a part of an answer.
 
-        :raises PeerFault: to no question, or the parts are longer than allowed, or shorter than a part of a longer answer is.
+        :raises PeerFault: it answers no question, or the parts are longer than allowed, or shorter than a part of a longer answer must be.
         """
         pending = self._find(message.id)
         if not message.is_last and len(message.data) != PART_BYTES:
@@ -71,24 +71,24 @@ class Asking:
             pending.done.set_result(bytes(pending.body))
 
     def failed(self, message: Failed) -> None:
-        """A question was answered by an error.
+        """Take in an error as the answer to a question.
 
-        :raises PeerFault: to no question.
+        :raises PeerFault: it answers no question.
         """
         pending = self._find(message.id)
         if pending is not None:
             pending.done.set_exception(revive(message.failure))
 
     def touch(self) -> None:
-        """The peer works on what is pushed to it: it wants a chunk that it has not wanted before."""
+        """Note that the peer works on what is pushed to it: it wants a chunk that it has not wanted before."""
         for pending in self._pending.values():
             if pending.is_push:
                 pending.touched_at = self._clock()
 
     def expire(self, silent_s: float, total_s: float) -> None:
-        """Give up questions of whose answer no further part came for ``silent_s``, or not all of it within ``total_s``.
+        """Give up questions whose answer had no further part for ``silent_s``, or is not complete within ``total_s``.
 
-        A push lasts for as long as the peer goes on asking for its chunks.
+        A push lasts for as long as the peer keeps asking for its chunks.
         """
         now = self._clock()
         for pending in self._pending.values():
@@ -103,7 +103,7 @@ class Asking:
             pending.done.set_exception(Disconnected(f"{self._peer} is alive, but {problem}: try again later"))
 
     def fail(self, error: DatastatesError) -> None:
-        """The session is over."""
+        """Fail all open questions; the session is over."""
         for pending in self._pending.values():
             if not pending.done.done():
                 pending.done.set_exception(again(error))

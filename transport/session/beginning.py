@@ -1,4 +1,4 @@
-"""How a session begins: both ends prove the token, agree on a data plane, and see whether they are processes of one host."""
+"""How a session begins: both ends prove the token, agree on a data plane, and find out whether they are processes of one host."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ __all__ = ["Begun", "let_in", "reach"]
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """Two ends that have proved themselves. ``own`` and ``its`` are what each said of itself, ``plane`` is what will carry bytes, and
-    ``neighbour`` the memory of the other process, where that can be read."""
+    """Two ends that have proved themselves. ``own`` and ``its`` are what each said of itself; ``plane`` is the data plane that they agreed
+    on; ``neighbour`` is the memory of the other process, if that can be read."""
 
     sealed: Sealed
     transport: Transport
@@ -36,7 +36,7 @@ class Begun:
     service: Service | None
 
     async def close(self) -> None:
-        """No session came of it."""
+        """Release everything; no session came of it."""
         if self.neighbour is not None:
             self.neighbour.close()
         await self.sealed.close()
@@ -45,7 +45,7 @@ class Begun:
 async def reach(
     url: str, channel: Channel | None, *, transport: Transport | None, token: bytes, timeout_s: float, tls: Tls | None, data: str
 ) -> Begun:
-    """The end that dials ``url``, unless a channel to there is open already; errors as of ``Session.connect``."""
+    """Begin at the end that dials ``url``, unless ``channel`` is already open to it; errors as in ``Session.connect``."""
     transport = transport_for(url) if transport is None else transport
     planes, wish = offer(transport.planes, transport.scheme, data, is_secret=tls is not None)
     channel = await transport.dial(url, timeout_s=timeout_s, tls=tls) if channel is None else channel
@@ -69,7 +69,7 @@ async def let_in(
     admission: Callable[[], None],
     data: str,
 ) -> Begun:
-    """The end that was dialled; errors as of ``Session.serve``."""
+    """Begin at the end that was dialled; errors as in ``Session.serve``."""
 
     def ready() -> Ready:
         admission()
@@ -97,7 +97,7 @@ async def _begun(sealed: Sealed, transport: Transport, own: Ready, its: Ready, t
 
 
 def _terms(sealed: Sealed, timeout_s: float, url: str | None = None, tls: Tls | None = None) -> Terms:
-    """What both ends know of the session; where they dialled, only the end that did."""
+    """What both ends know of the session; only the end that dialled knows where."""
     name, key = sealed.derive(b"name")[:NAME_BYTES], sealed.derive(b"data")
     if url is None or sealed.remote is None:
         return Terms(name, key, sealed.peer, timeout_s=timeout_s)

@@ -1,4 +1,4 @@
-"""Choosing a session's data plane, by what each side can use and was asked to use."""
+"""Chooses a session's data plane, from what each side can use and was asked to use."""
 
 from __future__ import annotations
 
@@ -13,16 +13,15 @@ from datastates.transport.protocol import Ready
 __all__ = ["Offer", "agree", "has_rdma", "has_system_ucx", "offer"]
 
 Offer = tuple[tuple[str, ...], str]
-"""The planes that a side can use, and the one that it wishes for, or none."""
+"""The planes that a side can use, and the one that it wishes for, if any."""
 
 
 def offer(planes: Sequence[str], scheme: str, data: str, *, is_secret: bool = False) -> Offer:
-    """The offer that a side makes in ``Ready``, by its transport's planes and what its user asked for (``config.Data``).
-    ``ipc`` is offered only where it was asked for. With ``is_secret`` there is TLS, which UCX has not: it is not chosen then unless
-    somebody asks for it.
+    """The offer that a side makes in ``Ready``, from its transport's planes and what its user asked for (``config.Data``). ``ipc`` is
+    offered only if it was asked for. ``is_secret`` means that there is TLS, which UCX lacks: UCX is then chosen only if a side asks for it.
 
-    :raises InvalidInput: UCX was asked for where the url rules it out.
-    :raises Unsupported: it was, and is not installed.
+    :raises InvalidInput: UCX was asked for, and the url rules it out.
+    :raises Unsupported: UCX was asked for, and is not installed.
     """
     if data == "ipc":
         if "tcp" not in planes:
@@ -44,7 +43,7 @@ def offer(planes: Sequence[str], scheme: str, data: str, *, is_secret: bool = Fa
 
 
 def agree(own: Ready, its: Ready, peer: str) -> str:
-    """The plane that both sides come to, each by itself.
+    """The plane on which both sides agree, each deciding by itself.
 
     :raises Unsupported: they have none in common, or one side insists on UCX, which the other cannot use.
     """
@@ -67,7 +66,7 @@ def agree(own: Ready, its: Ready, peer: str) -> str:
 
 
 def has_rdma(devices: Path = Path("/sys/class/infiniband")) -> bool:
-    """Whether there is an adapter that the UCX which is loaded here can use: UCXX's own knows none."""
+    """Whether there is an adapter that the loaded UCX can use: the one that comes with UCXX supports none."""
     try:
         return has_system_ucx() and any(devices.iterdir())
     except OSError:
@@ -75,5 +74,5 @@ def has_rdma(devices: Path = Path("/sys/class/infiniband")) -> bool:
 
 
 def has_system_ucx() -> bool:
-    """Whether the system's UCX is loaded, and not the one that UCXX brings along."""
+    """Whether the system's UCX is loaded, and not the one that comes with UCXX."""
     return os.environ.get("RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY", "").lower() in {"1", "true", "yes", "on"}

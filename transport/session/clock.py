@@ -8,7 +8,7 @@ __all__ = ["Clock"]
 
 
 class Clock:
-    """Seconds, without those in which this process itself stood still for more than ``patience_s``: these are not the peer's."""
+    """Seconds, except those in which this process itself stood still for more than ``patience_s``: the peer is not to blame for these."""
 
     def __init__(self, patience_s: float) -> None:
         self._loop = asyncio.get_running_loop()
@@ -19,7 +19,7 @@ class Clock:
         return self._loop.time() - self._stood_still_s
 
     async def tick(self, interval_s: float) -> None:
-        """Wait, and see whether it took longer."""
+        """Sleep for the interval, and notice if that took longer."""
         before = self._loop.time()
         await asyncio.sleep(interval_s)
         late = self._loop.time() - before - interval_s

@@ -1,4 +1,4 @@
-"""A desk where the processes of one node hand in bytes and get an answer, many at once: over an abstract Unix socket.
+"""A desk where the processes of one node hand in bytes and get answers, for many at once, over an abstract Unix socket.
 
     caller -> nonce                  each asks the kernel for the other one's user (SO_PEERCRED)
     desk   -> nonce
@@ -6,14 +6,14 @@
     desk   -> HMAC(key, "desk", both nonces)
     caller -> what it hands in       desk -> the answer      (each with its length before it; any number of times)
 
-Whoever knows the key belongs; the processes of a job exchange it among themselves.
+Every process that knows the key is accepted; the processes of a job exchange it among themselves.
 
 Rules:
-- What is handed in while an answer is being worked out is answered together the next time. The first waits 20 ms for others at
-  most, 1 ms for each seat, and not at all once every caller that is connected has handed something in.
-- A caller whose desk does not answer closes its connection, and only then does by itself what it had handed in. The desk can see that
-  (``Asked.is_awaited``): what it does for nobody any more it has to leave undone.
-- An empty answer means that the caller has to do it by itself.
+- Requests that come while an answer is being worked out are answered together the next time. The first one waits for others for at most
+  20 ms, at most 1 ms for each seat, and not at all once every connected caller has handed something in.
+- A caller whose desk does not answer closes its connection, and only then does the work itself. The desk can see that
+  (``Asked.is_awaited``), and must not do work for a caller that no longer waits.
+- An empty answer means that the caller has to do the work itself.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ __all__ = ["MOST_BYTES", "Asked", "Caller", "Desk", "Place"]
 _logger = logging.getLogger(__name__)
 
 LINGER_S, LINGER_FOR_EACH_S = 0.02, 0.001
-"""From the first that is handed in to the beginning of the work on it, at most: in all, and for each seat."""
+"""The longest wait between the first request and the start of the work on it: in all, and for each seat."""
 
 ANSWER_S = 10.0
-"""So long a caller waits for an answer."""
+"""How long a caller waits for an answer."""
 
 RETRY_S = 30.0
-"""So long a caller whose desk did not answer does everything by itself."""
+"""How long a caller whose desk did not answer does everything itself."""
 
 MOST_BYTES = 16 << 20
-"""Of what is handed in, and of an answer."""
+"""The most bytes of a request, and of an answer."""
 
 _NONCE_BYTES = _CODE_BYTES = 32
 _MEET_S = 2.0
@@ -60,19 +60,19 @@ _length = struct.Struct(">I")
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a desk is and what opens it, both drawn at random: its address among the abstract sockets, and the key."""
+    """Where a desk is and how to open it, both drawn at random: its address among the abstract sockets, and the key."""
 
     name: str
     key: bytes = field(repr=False)
 
     @staticmethod
     def drawn() -> Place:
-        """A place of which nobody knows yet."""
+        """A new place that no other process knows yet."""
         return Place(f"datastates-desk-{secrets.token_hex(16)}", secrets.token_bytes(_NONCE_BYTES))
 
 
 class Asked:
-    """What one caller handed in; it is waited for as long as ``is_awaited``, which any thread may ask."""
+    """What one caller handed in. The caller waits as long as ``is_awaited``, which any thread may ask."""
 
     def __init__(self, said: bytes, connection: socket.socket, answer: asyncio.Future[bytes]) -> None:
         self.said, self._connection, self.answer = said, connection, answer
@@ -80,7 +80,7 @@ class Asked:
 
     @property
     def is_awaited(self) -> bool:
-        """Whether the caller has not turned away."""
+        """Whether the caller is still waiting."""
         try:
             return bool(self._connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
         except BlockingIOError:
@@ -89,16 +89,16 @@ class Asked:
             return False
 
     def let_go(self, answer: bytes) -> None:
-        """Give the answer; on the loop's thread. The connection stays open until then, whatever else happens to it here."""
+        """Give the answer, on the loop's thread. The connection stays open until then, whatever else happens to it here."""
         self._connection.close()
         if not self.answer.done():
             self.answer.set_result(answer)
 
 
 class Desk:
-    """Takes what is handed in at ``place``. ``work`` answers several at once, on a thread of its own, one call at a time.
+    """Accepts what is handed in at ``place``. ``work`` answers several requests at once, on a thread of its own, one call at a time.
 
-    ``open`` and ``close`` belong to any thread but the loop's; the rest is the loop's.
+    ``open`` and ``close`` may be called on any thread but the loop's; the rest belongs to the loop's.
     """
 
     def __init__(self, place: Place, work: Callable[[Sequence[Asked]], Sequence[bytes]], *, seats: int) -> None:
@@ -113,11 +113,11 @@ class Desk:
         self._is_closed = False
 
     def open(self) -> bool:
-        """Let callers in; False where this system has no such sockets."""
+        """Let callers in; returns False if this system has no such sockets."""
         return loop.run(self._open())
 
     def close(self) -> None:
-        """Answer what is being worked on, and let nobody in any more: who waits is told to do it by itself. Idempotent."""
+        """Finish the current work, then let nobody in; waiting callers are told to do the work themselves. Idempotent."""
         with suppress(Closed):  # the process is ending, and has closed all its connections
             loop.run(self._close())
         self._thread.shutdown(wait=False)
@@ -205,7 +205,7 @@ class Desk:
             answers: Sequence[bytes] = [b""] * len(asked)
             try:
                 answers = await asyncio.get_running_loop().run_in_executor(self._thread, self._work, asked)
-            except Exception:  # whatever it is, each finds out by itself
+            except Exception:  # whatever it is, each caller will find out by itself
                 _logger.exception("what %d processes of this node handed in was not done here: each does it by itself", len(asked))
             finally:
                 for each, answer in zip(asked, answers, strict=True):
@@ -214,7 +214,7 @@ class Desk:
             each.let_go(b"")
 
     async def _linger(self) -> None:
-        """Wait until somebody has handed something in, and the others too, or for long enough."""
+        """Wait until one caller has handed something in, and then until all others have, or the time is up."""
         ends_at = None
         while not self._is_closed and (not self._waiting or len(self._waiting) < len(self._here)):
             if self._waiting and ends_at is None:
@@ -228,7 +228,7 @@ class Desk:
 
 
 class Caller:
-    """One end of a connection to a desk, made when it is needed; one thread at a time. Blocking."""
+    """One end of a connection to a desk, made when it is needed. One thread at a time; blocking."""
 
     def __init__(self, place: Place) -> None:
         self._place = place
@@ -236,9 +236,9 @@ class Caller:
         self._not_before = -RETRY_S
 
     def ask(self, said: bytes) -> bytes:
-        """Hand this in; the answer, empty where the caller has to do it by itself.
+        """The answer to a request; empty if the caller has to do the work itself.
 
-        :raises Disconnected: the desk did not answer, or not to this process, and does nothing of it any more.
+        :raises Disconnected: the desk did not answer, or did not accept this process, and will not do the work.
         """
         if time.monotonic() < self._not_before:
             raise Disconnected("the desk of this node did not answer lately")
@@ -256,7 +256,7 @@ class Caller:
             raise
 
     def close(self) -> None:
-        """Hand in nothing any more, and wait for nothing; idempotent."""
+        """Close the connection, and stop waiting; idempotent."""
         connection, self._connection = self._connection, None
         if connection is not None:
             connection.close()
@@ -275,7 +275,7 @@ class Caller:
         return connection
 
     def _prove(self, connection: socket.socket) -> None:
-        """Show that this process knows the key, and see that the other end does."""
+        """Prove that this process knows the key, and check that the other end does."""
         if who(connection)[1] != os.geteuid():
             raise EOFError("somebody else sits there")
         ours = secrets.token_bytes(_NONCE_BYTES)
@@ -294,7 +294,7 @@ def _answer(connection: socket.socket) -> bytes:
 
 
 def _exactly(connection: socket.socket, count: int) -> bytes:
-    """So many bytes, within the connection's time-out for all of them."""
+    """Exactly so many bytes, within the connection's time-out for all of them."""
     ends_at, timeout_s = time.monotonic() + (connection.gettimeout() or ANSWER_S), connection.gettimeout()
     found = bytearray()
     try:

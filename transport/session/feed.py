@@ -1,4 +1,4 @@
-"""A state that a peer holds open for us, and its chunks on the way in."""
+"""A state that a peer holds open for us, and how its chunks are received."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from .sending import WANTS
 __all__ = ["Feed", "Receiving"]
 
 _WORD_S = 0.1
-_TRIES = 4  # each over a link of its own
+_TRIES = 4  # each over a new link
 _logger = logging.getLogger(__name__)
 
 
 class _Broken(Exception):
-    """The link broke; the chunk itself is well."""
+    """The link broke; the chunk itself is fine."""
 
     def __init__(self, error: DatastatesError) -> None:
         super().__init__(str(error))
@@ -36,7 +36,7 @@ class _Broken(Exception):
 class Feed(ABC):
     """One state that a peer holds open. ``name`` says where it comes from; ``lengths`` is what the peer says of its chunks.
 
-    With ``is_bound`` chunks come, mostly, in a way that proves whose they are. ``reaches_devices``: they can be received there.
+    With ``is_bound`` most chunks come in a way that proves whose they are. ``reaches_devices``: they can be received on a device.
     """
 
     def __init__(
@@ -47,20 +47,20 @@ class Feed(ABC):
         self._is_closed = False
 
     async def receive(self, index: int, buffers: Sequence[memoryview]) -> bool:
-        """Fill ``buffers`` with the bytes of a chunk. However it ends, also when it is cancelled, nobody writes to them afterwards.
+        """Fill ``buffers`` with the bytes of a chunk. However it ends, even when it is cancelled, nobody writes to them afterwards.
 
-        True: they came in a way that proves that they are the peer's own. Otherwise anybody may have sent them, and in any case they
-        are not checked: digests are for the caller to compare.
+        True: the bytes came in a way that proves that they are the peer's own. Otherwise anybody may have sent them. In either case they
+        are not checked: the caller compares digests.
 
-        :raises DatastatesError: what kept the peer from sending it.
-        :raises Disconnected: the session is over, nothing came for its ``timeout_s``, or the link broke each of four times.
+        :raises DatastatesError: the error that kept the peer from sending it.
+        :raises Disconnected: the session is over, nothing came for its ``timeout_s``, or the link broke four times in a row.
         """
         wanted = sum(buffer.nbytes for buffer in buffers)
         self._check(index, wanted)
         return not wanted or await self._receive(index, [buffer for buffer in buffers if buffer.nbytes])
 
     async def receive_there(self, index: int, into: OnDevice) -> bool:
-        """As ``receive``, into memory of a device; where ``reaches_devices``."""
+        """Like ``receive``, into memory of a device; only if ``reaches_devices``."""
         self._check(index, into.nbytes)
         return await self._receive_there(index, into)
 
@@ -74,7 +74,7 @@ class Feed(ABC):
         """BLAKE3 of these chunks, as the peer has them."""
 
     async def close(self) -> None:
-        """Let the peer unpin the state; idempotent, and silent when the session is over."""
+        """Let the peer unpin the state; idempotent, and does nothing once the session is over."""
         if not self._is_closed:
             self._is_closed = True
             with suppress(DatastatesError):
@@ -94,7 +94,7 @@ class Feed(ABC):
 
 
 class Receiving:
-    """Chunks that were asked for on one session."""
+    """The chunks that were asked for on one session."""
 
     def __init__(self, plane: Plane, post: Callable[[Message], Awaitable[None]], clock: Callable[[], float]) -> None:
         self._plane, self._post, self._clock = plane, post, clock
@@ -107,7 +107,7 @@ class Receiving:
 
     @property
     def stalled_s(self) -> float:
-        """The seconds for which nothing has come of what was asked for, as of the last look."""
+        """The seconds for which nothing has come of what was asked for, as of the last check."""
         if self._has_moved:
             self._moved_at, self._has_moved = self._clock(), False
         return self._clock() - self._moved_at if self._wanted else 0.0
@@ -115,7 +115,7 @@ class Receiving:
     async def chunk(self, handle: int, index: int, buffers: Sequence[memoryview] | OnDevice) -> None:
         """Receive a chunk: first the receives are posted, then the peer is asked.
 
-        A link that breaks while the session stands is no reason to fail: the chunk is asked for again over a new one. UCX may take down
+        A link that breaks while the session stands does not fail the chunk, which is asked for again over a new link. UCX may take down
         a new connection together with one that either end closes at that moment.
         """
         if not isinstance(buffers, OnDevice) and len(buffers) > PIECES:
@@ -153,7 +153,7 @@ class Receiving:
             self._wanted.pop(tag, None)
 
     def gone(self, message: Gone) -> None:
-        """The peer will not send a chunk."""
+        """Note that the peer will not send a chunk."""
         self._plane.follow(message.generation)
         here, gone = self._wanted.get(message.tag, (None, None))
         if here is not None and gone is not None and not gone.done():
@@ -161,7 +161,7 @@ class Receiving:
             here.cancel()
 
     def claim(self, sent: int) -> bool:
-        """The peer says how much it has sent: False if it cannot be true. Progress is what arrives, not what is said."""
+        """Check what the peer says that it has sent; False if that cannot be true. Only what arrives counts as progress."""
         if not self._claimed <= sent <= self.bytes_wanted:
             return False
         self._claimed = sent
@@ -174,11 +174,11 @@ class Receiving:
         return self._tags | first
 
     def _move(self) -> None:
-        """A piece is here; on any thread."""
+        """Note that a piece has arrived; called on any thread."""
         self._has_moved = True
 
     async def _take_back(self, link: Link, here: asyncio.Future[Any]) -> None:
-        """The buffers are the caller's again: only a dropped link is sure not to write to them."""
+        """Give the buffers back to the caller: only a dropped link is certain not to write to them."""
         try:
             await self._plane.drop(link)
         finally:
@@ -195,7 +195,7 @@ async def _outcome(here: asyncio.Future[Any], gone: asyncio.Future[Gone]) -> Non
         if not gone.done() or (caller is not None and caller.cancelling()):
             raise
     except DatastatesError as exc:
-        await asyncio.wait({gone}, timeout=_WORD_S)  # the peer's own word says more than a broken link
+        await asyncio.wait({gone}, timeout=_WORD_S)  # the peer's own message says more than a broken link
         if not gone.done():
             if isinstance(exc, Disconnected):
                 raise _Broken(exc) from exc

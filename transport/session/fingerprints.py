@@ -1,6 +1,7 @@
-"""BLAKE3 of the chunks of states that are held open: told to peers over the control channel, it binds what comes by any other way.
+"""BLAKE3 digests of the chunks of states that are held open. They reach peers over the control channel, and bind bytes that come any other
+way.
 
-xxh3, by which a manifest names its chunks, guards against rot: others with the same xxh3 are made in milliseconds.
+A manifest names its chunks by xxh3, which guards against rot only: other bytes with the same xxh3 can be made in milliseconds.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ __all__ = ["DAMAGED", "DIGEST_BYTES", "Fingerprints", "digest_of"]
 DIGEST_BYTES: Final = 32
 
 DAMAGED: Final = bytes(DIGEST_BYTES)
-"""Told of a chunk that is not here as its manifest says."""
+"""Sent for a chunk that does not match its manifest here."""
 
-_STATES = 64  # of which digests are kept: 32 bytes for each 4 MiB
-_AT_ONCE = 2  # threads that compute: the rest of the processors is the training's
+_STATES = 64  # how many states' digests are kept: 32 bytes for each 4 MiB
+_AT_ONCE = 2  # threads that compute: the training needs the other processors
 
 
 def digest_of(pieces: Sequence[memoryview]) -> bytes:
-    """BLAKE3 of what lies in some pieces of memory, in their order; lets go of the interpreter's lock."""
+    """BLAKE3 of the bytes in some pieces of memory, in order; releases the interpreter's lock."""
     hasher = blake3()
     for piece in pieces:
         hasher.update(piece)
@@ -36,7 +37,7 @@ def digest_of(pieces: Sequence[memoryview]) -> bytes:
 
 
 class Fingerprints:
-    """Computed once for all sessions that share this, in threads of its own. Belongs to the loop thread."""
+    """Digests that are computed once for all sessions that share this, in threads of its own. Belongs to the loop thread."""
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(_AT_ONCE, "datastates-digest")
@@ -44,7 +45,8 @@ class Fingerprints:
         self._coming: dict[tuple[bytes, int], asyncio.Task[bytes]] = {}
 
     async def of(self, state: bytes, index: int, source: Source) -> bytes:
-        """The digest of a chunk. ``state`` names what ``source`` holds, which must stay open until this returns, cancelled or not."""
+        """The digest of a chunk. ``state`` identifies what ``source`` holds. The source must stay open until this returns, cancelled or
+        not."""
         found = self._kept.get(state, {}).get(index)
         if found is not None:
             self._kept.move_to_end(state)
@@ -87,7 +89,7 @@ class Fingerprints:
         try:
             return await asyncio.shield(work)
         except asyncio.CancelledError:
-            await asyncio.wait({work})  # a millisecond: then nobody reads the source any more
+            await asyncio.wait({work})  # a millisecond; after that nobody reads the source any more
             raise
 
 

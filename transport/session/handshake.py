@@ -1,4 +1,4 @@
-"""How two processes prove to each other that they know the token, before either tells anything else.
+"""How two processes prove to each other that they know the token, before either reveals anything else.
 
     client -> Hello(magic, version, nonce)
     server -> Challenge(version, nonce)
@@ -7,7 +7,7 @@
     both   -> Ready(…), the first frame that carries a code
 
 The transcript is the digest of both first frames as they travelled. The keys of the two directions are derived from token and
-transcript as in HKDF (RFC 5869), so no frame of one connection, or of one direction, is good in another.
+transcript as in HKDF (RFC 5869), so no frame of one connection, or of one direction, is valid in another.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ from .sealed import Seal, Sealed
 __all__ = ["TOKEN_BYTES", "admit", "greet", "read_token"]
 
 TOKEN_BYTES = 16
-"""The least that a token has: whoever sees a handshake can try out short ones."""
+"""The least number of bytes of a token: anyone who observes a handshake can try out short ones."""
 
 _CLIENT, _SERVER = b"c", b"s"
 _Expected = TypeVar("_Expected", bound=Message)
 
 
 async def greet(channel: Channel, ready: Ready, *, token: bytes, timeout_s: float) -> tuple[Sealed, Ready]:
-    """The client's side: an authenticated channel, and what the server says of itself.
+    """The client's side: returns an authenticated channel, and what the server says of itself.
 
     :raises Unauthorized: one side does not know the other's token.
     :raises PeerFault: the other end does not speak this protocol and version.
@@ -62,14 +62,14 @@ async def greet(channel: Channel, ready: Ready, *, token: bytes, timeout_s: floa
 
 
 async def admit(channel: Channel, ready: Callable[[], Ready], *, token: bytes, timeout_s: float) -> tuple[Sealed, Ready]:
-    """The server's side. ``ready`` is called once the client has proved itself; an error that it raises goes to the client."""
+    """The server's side. ``ready`` is called once the client has proved itself; an error that it raises is sent to the client."""
     return await _bounded(channel, timeout_s, _admit(channel, ready, token))
 
 
 def read_token(
     token: str | bytes | None = None, token_file: str | os.PathLike[str] | None = None, environ: Mapping[str, str] | None = None
 ) -> bytes:
-    """The token that both sides share: as given, from a file, or from ``DATASTATES_TOKEN``; empty when there is none.
+    """The token that both sides share: as given, from a file, or from ``DATASTATES_TOKEN``; empty if there is none.
 
     :raises InvalidInput: two were given, the file cannot be read, or others can read it too, or it has fewer than 16 bytes.
     """
@@ -91,7 +91,7 @@ def read_token(
 
 
 def check_writers(url: str, token: bytes) -> None:
-    """Refuse to let peers write who need not show a token; a ``memory:`` address is reached by this process alone.
+    """Refuse to let peers write without a token. A ``memory:`` address needs none: only this process reaches it.
 
     :raises InvalidInput: there is no token.
     """
@@ -153,7 +153,7 @@ async def _admit(channel: Channel, ready: Callable[[], Ready], token: bytes) -> 
         own = ready()
     except DatastatesError as exc:
         await sealed.send(encode(Refused(describe(exc))))
-        await _first(sealed)  # a connection that is closed with bytes unread would take the refusal with it
+        await _first(sealed)  # closing a connection with unread bytes would discard the refusal
         raise
     await sealed.send(encode(own))
     return sealed, await _first(sealed)

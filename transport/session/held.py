@@ -1,6 +1,6 @@
-"""The states that a peer holds open for one session: each a feed, by its handle.
+"""The states that a peer holds open for one session, each as a feed, by its handle.
 
-A chunk is read where it lies, if that is in a process of this host; else it comes over the data plane (``Receiving``).
+A chunk is read directly from memory if a process of this host has it; else it comes over the data plane (``Receiving``).
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ __all__ = ["Feeds"]
 
 @dataclass(frozen=True, slots=True)
 class Feeds:
-    """What the feeds of one session share. ``is_bound`` says whether whatever comes over its data plane is the peer's own, and
-    ``reaches_devices`` whether that can come to a device."""
+    """What the feeds of one session share. ``is_bound`` says whether everything that comes over its data plane is the peer's own;
+    ``reaches_devices`` says whether it can be received on a device."""
 
     peer: str
     timeout_s: float
@@ -74,7 +74,7 @@ class _HeldFeed(Feed):
         feeds = self._feeds
         try:
             if self._near is not None and not isinstance(buffers, OnDevice) and await self._near.receive(index, buffers):
-                feeds.life.check_open()  # what was read after its end may have been anything
+                feeds.life.check_open()  # memory read after the session's end may have been anything
                 return True
             await feeds.receiving.chunk(self._handle, index, buffers)
         except DatastatesError as exc:

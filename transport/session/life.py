@@ -19,7 +19,7 @@ _logger.addFilter(Seldom())
 
 
 class Life:
-    """Belongs to the loop thread. ``end`` is run once, with the error and what to tell the peer; ``ended`` is for it to set."""
+    """Belongs to the loop thread. ``end`` is run once, with the error and what to tell the peer; it must set ``ended``."""
 
     def __init__(self, peer: str, end: Callable[[DatastatesError, str | None], Coroutine[Any, Any, None]]) -> None:
         self._peer, self._end = peer, end
@@ -29,19 +29,20 @@ class Life:
         self.ended = asyncio.Event()
 
     def check_open(self) -> None:
-        """Raise the error with which it ended."""
+        """Raise the error with which the session ended, if it has."""
         if self.error is not None:
             raise again(self.error)
 
     def spawn(self, work: Coroutine[Any, Any, _T]) -> asyncio.Task[_T]:
-        """Do it in a task of its own, which ends with the session."""
+        """Run ``work`` in a task of its own, which ends with the session."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._finished)
         return task
 
     async def outcome(self, task: asyncio.Task[_T]) -> _T:
-        """The outcome of a task of the session, which goes on if the caller is cancelled; if the session ends first: its error."""
+        """The outcome of a task of the session. The task continues if the caller is cancelled; if the session ends first, its error is
+        raised."""
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
@@ -51,11 +52,11 @@ class Life:
             raise again(self.error) from None
 
     def depend_on(self, work: Callable[..., Awaitable[None]], *arguments: object) -> None:
-        """Do it in a task of its own; if it fails the session is over."""
+        """Run ``work`` in a task of its own; if it fails, the session is over."""
         self.spawn(self._or_fall(work, *arguments))
 
     def fall(self, error: DatastatesError, *, farewell: str | None = None) -> None:
-        """End the session with an error, unless it has one already. A peer is told what its fault was, or the ``farewell``."""
+        """End the session with an error, unless it already has one. The peer is told its fault, or the ``farewell``."""
         if self.error is None:
             self.error = error
             if farewell is None and isinstance(error, PeerFault):
@@ -63,7 +64,7 @@ class Life:
             self._ending = asyncio.create_task(self._end(error, farewell))
 
     def cancel(self) -> list[asyncio.Task[Any]]:
-        """Cancel every task; those that are still to end."""
+        """Cancel every task; returns those that have yet to end."""
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
@@ -72,7 +73,7 @@ class Life:
     def _finished(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
         if not task.cancelled():
-            task.exception()  # looked at: whoever waits for it, if anybody still does, gets it as well
+            task.exception()  # marks it as retrieved: a caller that still waits for it gets it as well
 
     async def _or_fall(self, work: Callable[..., Awaitable[None]], *arguments: object) -> None:
         try:

@@ -1,13 +1,13 @@
-"""How two processes of one host and one user prove that they are: over an abstract Unix socket, whose ends the kernel names.
+"""How two processes of one host and one user prove that they are: over an abstract Unix socket, whose ends the kernel identifies.
 
-    server  names a socket in its first sealed frame: random, told to nobody else
-    client -> the session's name, nonce          each asks the kernel for the other one's user and pid (SO_PEERCRED)
-    server -> nonce
-    client -> HMAC(key, "near client", name, both nonces)
-    server -> HMAC(key, "near server", …), where its beacon lies, the beacon
+        server  names a socket in its first sealed frame: random, revealed to nobody else
+        client -> the session's name, nonce          each asks the kernel for the other one's user and pid (SO_PEERCRED)
+        server -> nonce
+        client -> HMAC(key, "near client", name, both nonces)
+        server -> HMAC(key, "near server", …), where its beacon is, the beacon
 
-Only then does the server tell where chunks lie, and the client read. The connection stays for as long as the session: while it does,
-the process is alive that the kernel named, and its pid is no other's.
+Only then does the server reveal where chunks are, and the client read them. The connection stays open as long as the session. While it
+does, the process that the kernel identified is alive, and no other process has its pid.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ _place = struct.Struct(f">Q{_NONCE_BYTES}s")
 
 
 class Neighbours:
-    """Where the processes of this host come to, for all sessions of one server. Belongs to the loop thread; ``name`` is empty where
-    nobody can."""
+    """Where processes of this host connect, for all sessions of one server. Belongs to the loop thread; ``name`` is empty where
+    none can."""
 
     def __init__(self) -> None:
         self.name = ""
@@ -58,7 +58,7 @@ class Neighbours:
             self.name = name
 
     def expect(self, terms: Terms) -> None:
-        """A session whose other end may come."""
+        """Expect the other end of a session."""
         self._expected[terms.name] = terms
         self._news.set()
         self._news = asyncio.Event()
@@ -68,14 +68,14 @@ class Neighbours:
         return name in self._here
 
     def forget(self, name: bytes) -> None:
-        """A session is over; idempotent."""
+        """Forget a session that is over; idempotent."""
         self._expected.pop(name, None)
         writer = self._here.pop(name, None)
         if writer is not None:
             writer.close()
 
     async def close(self) -> None:
-        """Let nobody in any more, and send everybody away; idempotent."""
+        """Let nobody in any more, and disconnect everybody; idempotent."""
         self._is_closed = True
         server, self._server = self._server, None
         if server is not None:

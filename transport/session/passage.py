@@ -1,4 +1,4 @@
-"""A way to a server for a process that cannot reach it: through one that can.
+"""Leads a process that cannot reach a server to that server, through a process that can.
 
     a program -> Passage: a Unix socket in a folder of this user -> Gate: a port of the other process -> the server
 
@@ -8,8 +8,8 @@
     gate    -> HMAC(key, "gate", both nonces)
     both    -> the bytes of the server's own protocol, as they are
 
-A gate leads to the one server that it was made for. Whoever knows the key passes; strangers give way to newcomers (``admission``). The
-passage encrypts nothing: what passes is as safe on the network as it would be on the way to the server without TLS.
+A gate leads only to the server for which it was made. Every process that knows the key passes; strangers give way to newcomers
+(``admission``). The passage encrypts nothing: what passes is as safe on the network as it would be on the way to the server without TLS.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ _BUFFER_BYTES = 1 << 18
 
 
 class Gate:
-    """Lets who knows ``key`` through to ``server``: host and port, or the path of a Unix socket. Any thread but the loop's.
+    """Lets processes that know ``key`` through to ``server``: host and port, or the path of a Unix socket. Use it on any thread but the
+    loop's.
 
     It listens on every address of this machine, on a port that the system chooses; ``most`` connections pass at once.
     """
@@ -60,7 +61,7 @@ class Gate:
 
     @property
     def passing(self) -> int:
-        """How many connections pass just now."""
+        """How many connections are passing now."""
         return len(self._passing)
 
     def close(self) -> None:
@@ -132,7 +133,7 @@ class Gate:
 class Passage:
     """A Unix socket named ``name`` in ``folder``, for processes of this user, that leads through the first of these gates that answers.
 
-    ``gates`` are hosts and ports, in the order in which they are tried, each time anew. Any thread but the loop's.
+    ``gates`` are hosts and ports, in the order in which they are tried, anew for each connection. Use it on any thread but the loop's.
     """
 
     def __init__(self, gates: Sequence[tuple[str, int]], key: bytes, *, name: str) -> None:
@@ -148,7 +149,7 @@ class Passage:
         return loop.run(self._try())
 
     def close(self) -> None:
-        """Close the socket and take it away; idempotent."""
+        """Close the socket and remove it; idempotent."""
         with suppress(Closed):  # the process is ending, and has closed all its connections
             loop.run(self._close())
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -208,7 +209,7 @@ class Passage:
 
 
 async def _joined(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, dial: Any, passing: set[asyncio.StreamWriter]) -> None:
-    """Pass bytes on both ways between this connection and the one that is dialled, until either ends."""
+    """Pass bytes both ways between this connection and the dialled one, until either ends."""
     passing.add(writer)
     onward: asyncio.StreamWriter | None = None
     try:

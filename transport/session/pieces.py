@@ -1,4 +1,4 @@
-"""The bytes of a chunk as its receiver wants them cut."""
+"""Cuts the bytes of a chunk as its receiver wants them."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ __all__ = ["cut"]
 
 
 def cut(pieces: Sequence[memoryview], lengths: Sequence[int]) -> list[memoryview]:
-    """The same bytes as pieces of other lengths: views where a new piece lies in one old piece, else copies.
+    """The same bytes as pieces of other lengths: views if a new piece lies in one old piece, else copies.
 
-    Both have equally many bytes together.
+    Old and new pieces have the same total length.
     """
     rest = _flat(pieces)
     current = next(rest, memoryview(b""))

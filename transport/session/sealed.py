@@ -1,4 +1,4 @@
-"""Frames after the handshake: each carries a code over its direction, its place in the order and its body."""
+"""Frames after the handshake: each carries a code over its direction, its number and its body."""
 
 from __future__ import annotations
 
@@ -33,24 +33,25 @@ class Seal:
 
 
 class Sealed:
-    """A channel whose both ends have proved themselves. One task sends, one receives; a cancelled ``send`` ends its use."""
+    """A channel whose two ends have proved themselves. One task sends, one receives; after a cancelled ``send`` it cannot be used any
+    more."""
 
     def __init__(self, channel: Channel, outgoing: Seal, incoming: Seal, root: bytes) -> None:
         self.peer, self.host, self.is_secret, self.remote = channel.peer, channel.host, channel.is_secret, channel.remote
         self._channel, self._outgoing, self._incoming, self._root = channel, outgoing, incoming, root
 
     def derive(self, purpose: bytes) -> bytes:
-        """32 bytes that both ends of this connection know, and nobody else."""
+        """32 bytes that only the two ends of this connection know."""
         return hmac.digest(self._root, b"datastates " + purpose + b"\x01", "sha256")
 
     async def send(self, body: bytes) -> None:
-        """Hand over an encoded message."""
+        """Send an encoded message."""
         await self._channel.send(body + self._outgoing.next(body))
 
     async def receive(self) -> Message:
         """The next message.
 
-        :raises PeerFault: it was changed, repeated, left out or turned round on its way, or is no message.
+        :raises PeerFault: it was changed, repeated, left out or reflected on its way, or is not a message.
         """
         frame = memoryview(await self._channel.receive(FRAME_BYTES))
         body, mac = frame[:-MAC_BYTES], frame[-MAC_BYTES:]
@@ -59,5 +60,5 @@ class Sealed:
         return decode(body, peer=self.peer)
 
     async def close(self) -> None:
-        """Let go of the channel; idempotent."""
+        """Close the channel; idempotent."""
         await self._channel.close()

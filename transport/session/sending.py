@@ -1,4 +1,4 @@
-"""The states that one end of a session holds open for the other, and their chunks on the way out."""
+"""The states that one end of a session holds open for the other, and how their chunks are sent."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .pieces import cut
 __all__ = ["HANDLES", "WANTS", "Sending", "Sent"]
 
 WANTS = 64
-"""The most chunks that a peer may want at once."""
+"""The most chunks that a peer may ask for at once."""
 
 HANDLES = 64
 """The most states that a peer may hold open at once."""
@@ -36,7 +36,7 @@ _logger.addFilter(Seldom())
 
 @dataclass(slots=True)
 class Sent:
-    """The bytes that left this process by all sessions that share it. ``states`` counts bytes by uid, ``recalled`` those whose
+    """The bytes that left this process through all sessions that share it. ``states`` counts bytes by uid, ``recalled`` counts states whose
     memory was wanted back while a peer held them open."""
 
     bytes: int = 0
@@ -78,7 +78,7 @@ class Sending:
         self._next = 0
         self._refusals: set[asyncio.Task[None]] = set()
         self.end: Callable[[DatastatesError], None] = lambda error: None
-        """Ends the session; for a state that the peer reads by itself there is no other way to take it back."""
+        """Ends the session: there is no other way to take back a state that the peer reads directly."""
         self._moving, self._moved_at, self._used_at = 0, clock(), clock()
         self._has_moved = False
         self.bytes = 0
@@ -86,7 +86,7 @@ class Sending:
 
     @property
     def running(self) -> int:
-        """The number of chunks that are on their way."""
+        """The number of chunks under way."""
         return sum(len(held.sends) for held in self._held.values())
 
     @property
@@ -96,18 +96,18 @@ class Sending:
 
     @property
     def stalled_s(self) -> float:
-        """The seconds for which the peer has taken nothing of what is being sent, as of the last look."""
+        """The seconds for which the peer has taken nothing of what is being sent, as of the last check."""
         if self._has_moved:
             self._moved_at, self._has_moved = self._clock(), False
         return self._clock() - self._moved_at if self._moving else 0.0
 
     @property
     def idle_s(self) -> float:
-        """The seconds for which the peer has held states open without wanting anything of them."""
+        """The seconds for which the peer has held states open without asking for any of their chunks."""
         return self._clock() - self._used_at if self._held and not self.running else 0.0
 
     def add(self, source: Source, uid: str, *, is_near: bool = False) -> int:
-        """Hold a source open; it is closed with the handle, or with the session. ``is_near``: the peer knows where it lies.
+        """Hold a source open; it is closed with the handle, or with the session. ``is_near``: the peer knows where it is in memory.
 
         :raises InvalidInput: the peer holds too many already.
         """
@@ -127,9 +127,9 @@ class Sending:
         return handle
 
     def want(self, want: Want) -> bool:
-        """Send a chunk, in a task of its own; whether it was not wanted before.
+        """Send a chunk, in a task of its own; returns whether it had not been wanted before.
 
-        :raises PeerFault: there is no such chunk, it has another length, or too many are on their way.
+        :raises PeerFault: there is no such chunk, it has another length, or too many are under way.
         """
         self._plane.follow(want.generation)
         if want.handle >= self._next:
@@ -155,7 +155,7 @@ class Sending:
         return is_new
 
     async def digests(self, question: Digests) -> bytes:
-        """What the chunks of a state should be, one after the other.
+        """The digests that the chunks of a state should have, one after the other.
 
         :raises PeerFault: there never was such a handle or chunk.
         :raises Closed: it was released.
@@ -182,7 +182,7 @@ class Sending:
         return found
 
     def took(self, took: Took) -> None:
-        """The peer has read chunks where they lie.
+        """Note that the peer has read chunks directly from memory.
 
         :raises PeerFault: there never was such a handle.
         """
@@ -195,7 +195,7 @@ class Sending:
             self._sent.states[held.uid] += took.bytes
 
     async def release(self, handle: int, generation: int = 0) -> None:
-        """Let go of a state. What is on its way may finish shortly, else the data plane is reset.
+        """Release a state. Sends under way may finish shortly, else the data plane is reset.
 
         :raises PeerFault: there never was such a handle.
         """
@@ -215,7 +215,7 @@ class Sending:
             await self._gone(want, Closed(_CLOSED))
 
     def _take_back(self, handle: int) -> None:
-        """The memory of a state is wanted back."""
+        """Begin to give back the memory of a state, which its owner needs."""
         held = self._held.get(handle)
         if held is None or held.is_released or held.recall is not None:
             return
@@ -230,7 +230,7 @@ class Sending:
             held.recall = asyncio.create_task(self._recall(held, error))
 
     async def _recall(self, held: _Held, error: DatastatesError) -> None:
-        """Cut off what is on its way; it may be asked for again if the state can be read on from elsewhere."""
+        """Stop its sends; the peer may ask for the chunks again if the state can be read on from elsewhere."""
         assert isinstance(held.source, SupportsRecall), "it was told so"
         cut_off = await _cut_off(held)
         if held.reads:
@@ -246,7 +246,7 @@ class Sending:
             await self._gone(want, why, is_link=goes_on)
 
     async def drain(self, grace_s: float) -> None:
-        """Begin no more chunks, and wait for those on their way."""
+        """Begin no more chunks, and wait for those under way."""
         self.is_draining = True
         if sends := [task for held in self._held.values() for task in held.sends]:
             await asyncio.wait(sends, timeout=grace_s)
@@ -267,7 +267,7 @@ class Sending:
             link = await self._plane.link(want.generation)
             await self._hand_over(link, want, pieces)
         except asyncio.CancelledError:
-            if link is not None:  # the pieces may still be under way on it; the link of the present may be another's
+            if link is not None:  # the pieces may still be under way on it; the current link may be another one
                 await self._plane.drop(link)
             raise
         except Exception as exc:  # whatever it was, the peer that waits for the chunk must hear of it
@@ -279,7 +279,7 @@ class Sending:
             self._sent.states[held.uid] += sum(want.pieces)
 
     async def _hand_over(self, link: Link, want: Want, pieces: Sequence[memoryview]) -> None:
-        """Hand over as many messages as the peer waits for."""
+        """Send as many messages as the peer waits for."""
         size = sum(want.pieces)
         if not self._moving:
             self._moved_at = self._clock()
@@ -293,7 +293,7 @@ class Sending:
         self._sent.bytes += size
 
     def _move(self) -> None:
-        """A piece has left; on any thread."""
+        """Note that a piece has left; called on any thread."""
         self._has_moved = True
 
     async def _gone(self, want: Want, error: BaseException, *, is_link: bool = False) -> None:
@@ -315,7 +315,7 @@ class Sending:
 
 
 async def _cut_off(held: _Held) -> list[Want]:
-    """Stop all that is on its way; what that was."""
+    """Stop all sends under way; returns what they were."""
     cut_off = list(held.sends.values())
     if held.sends:
         for task in held.sends:
@@ -325,7 +325,7 @@ async def _cut_off(held: _Held) -> list[Want]:
 
 
 async def _settled(held: _Held) -> None:
-    """Wait until it is known where a state lies.
+    """Wait until it is known where a state is now.
 
     :raises Unavailable: its memory was wanted back, and it is nowhere else.
     """
@@ -336,7 +336,7 @@ async def _settled(held: _Held) -> None:
 
 
 async def _read(held: _Held, index: int) -> Sequence[memoryview]:
-    """The pieces of a chunk, from where the state now lies."""
+    """The pieces of a chunk, from where the state now is."""
     await _settled(held)
     return _checked(await held.source.chunk(index), held, index)
 

@@ -36,7 +36,7 @@ _CONNECTIONS = 8  # for each session: its own, those for data, and as many that 
 
 
 class ServerOptions(TypedDict, total=False):
-    """What a ``Server`` takes beside the store and the url; without ``transport`` the one for the url."""
+    """The options of a ``Server`` beside the store and the url. Without ``transport`` it uses the one for the url."""
 
     token: bytes
     tls: Tls | None
@@ -50,9 +50,9 @@ class ServerOptions(TypedDict, total=False):
 class Server:
     """Serves a store to its peers until it is closed; every coroutine belongs to the loop thread.
 
-    ``sent`` counts what has left; ``sessions`` are the peers that are here, ``arrived`` how many there ever were, and ``made_way`` how
-    many of these ended because they did nothing while others came. Of connections that never became a peer ``refused`` is the number,
-    and ``turned_away`` counts by kind what was wrong with those that tried (no token, garbage, too many).
+    ``sent`` counts what has left. ``sessions`` are the peers that are connected, ``arrived`` counts all that ever were, and ``made_way``
+    those that were ended because they did nothing while others came. ``refused`` counts connections that never became a peer, and
+    ``turned_away`` counts by kind what was wrong with those that tried (no token, garbage, too many).
     """
 
     @values.unpacks(ServerOptions, token=b"", tls=None, timeout_s=10.0, limits=None, relays=None, transport=None, data="auto")
@@ -66,7 +66,7 @@ class Server:
         self._store, self._url, self._token, self._tls = store, url, token, options["tls"]
         self._transport = transport_for(url) if transport is None else transport
         self._data = data = options["data"]
-        offer(self._transport.planes, self._transport.scheme, data)  # what cannot be is said now, not to each peer
+        offer(self._transport.planes, self._transport.scheme, data)  # raises now, not for each peer, if the choice is impossible
         self._timeout_s, self._relays = timeout_s, options["relays"]
         self.limits = Limits() if limits is None else limits
         most = _CONNECTIONS * self.limits.sessions
@@ -96,11 +96,11 @@ class Server:
 
     @property
     def sessions(self) -> tuple[Session, ...]:
-        """The peers that are here."""
+        """The peers that are connected."""
         return tuple(self._sessions)
 
     async def start(self) -> None:
-        """Take peers from now on.
+        """Accept peers from now on.
 
         :raises Unavailable: the address cannot be bound.
         """
@@ -119,7 +119,7 @@ class Server:
             raise
 
     async def close(self, *, grace_s: float = 1.0) -> None:
-        """Take no more peers, let chunks that are on their way arrive within ``grace_s``, and end every session. Idempotent."""
+        """Accept no more peers, let chunks under way arrive within ``grace_s``, and end every session. Idempotent."""
         self._is_closing = True
         if self._listener is not None:
             await self._listener.close()
@@ -178,7 +178,7 @@ class Server:
         return session
 
     def _make_room(self, channel: Channel) -> None:
-        """Make room for a session that is just beginning; the peer that has done nothing for longest ends for it."""
+        """Make room for a session that is just beginning, by ending the one whose peer has been idle the longest."""
         if self._is_closing:
             raise Unavailable(f"the server at {self.url} is being closed")
         here = self._sessions - self._leaving

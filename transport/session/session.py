@@ -1,11 +1,11 @@
 """One authenticated connection. Once it stands both ends are equal: each may ask, answer, and send chunks of what it holds open.
 
     beginning  the handshake, before there is a session
-    reader     takes every frame and hands it to whom it concerns (``_take``); never waits for anything else
-    pulse      tells that this side is alive, and ends the session when the other is not, or lets nothing move
-    a task for each question of the peer (``asked``) and each chunk on its way out (``sending``)
+    reader     takes every frame and hands it to the object responsible (``_take``); never waits for anything else
+    pulse      signals that this side is alive, and ends the session when the other side is not, or makes no progress
+    a task for each question of the peer (``asked``) and each chunk being sent (``sending``)
 
-However a session ends, its link is aborted before any waiting caller hears of it; then its sources are closed, and no task is left.
+However a session ends, its link is aborted before any waiting caller hears of it. Then its sources are closed, and no task is left.
 """
 
 from __future__ import annotations
@@ -75,13 +75,13 @@ __all__ = ["Session"]
 
 _T = TypeVar("_T")
 
-_IDLE_TIMEOUTS = 30  # for so many timeouts states may be held open without a chunk being wanted
-_PAUSE = 0.1  # of a timeout: for so long a session may be unused before it counts as idle
+_IDLE_TIMEOUTS = 30  # how many timeouts states may be held open without a chunk being wanted
+_PAUSE = 0.1  # of a timeout: how long a session may be unused before it counts as idle
 _FAREWELL_S = 0.2
 
 
 class Session:
-    """Made by ``connect`` or ``serve``; every method belongs to the loop thread. ``peer`` says where the other end is."""
+    """Created by ``connect`` or ``serve``; every method belongs to the loop thread. ``peer`` says where the other end is."""
 
     def __init__(self, begun: Begun) -> None:
         sealed, own, its, service = begun.sealed, begun.own, begun.its, begun.service
@@ -91,7 +91,7 @@ class Session:
         self._interval_s = min(1.0, min(own.timeout_ms, its.timeout_ms) / 10_000)
         self._clock = Clock(patience_s=self.timeout_s / 4)
         self._heard_at = self._used_at = self._clock()
-        self._written_at: float | None = None  # when the frame that is being written was begun
+        self._written_at: float | None = None  # when writing the present frame began
         self._life = Life(self.peer, self._end)
         self._ipc = self._made_ipc() if self.data == "ipc" else None
         end = self._ipc or begun.transport.end(self.data, begun.terms, lambda: self._plane.generation)
@@ -113,7 +113,7 @@ class Session:
             self._plane,
             begun.neighbour,
             is_bound=self._ipc is not None
-            or (self.data == "tcp" and sealed.is_secret),  # over TLS, and by the driver, comes the peer's own
+            or (self.data == "tcp" and sealed.is_secret),  # over TLS, and by the driver, everything is the peer's own
             reaches_devices=self._ipc is not None,
         )
         answers = None if service is None else self._answers_of(service)
@@ -124,7 +124,7 @@ class Session:
         self._life.depend_on(self._pulse)
 
     def _made_ipc(self) -> IpcEnd:
-        from datastates.transport.wire.ipc import IpcEnd  # torch
+        from datastates.transport.wire.ipc import IpcEnd  # imports torch
 
         begun = self._begun
         service, name = begun.service, begun.terms.name
@@ -150,11 +150,11 @@ class Session:
         channel: Channel | None = None,
         data: str = "auto",
     ) -> Self:
-        """A session with the server at ``url``, over ``channel`` where one is open already; ``data`` as in ``choice``.
+        """A session with the server at ``url``, over ``channel`` if one is already open; ``data`` as in ``choice``.
 
         :raises Disconnected: nobody answers there in time.
         :raises Unauthorized: the tokens differ.
-        :raises PeerFault: it is no datastates, or speaks another version.
+        :raises PeerFault: the other end is not datastates, or speaks another version.
         :raises Unsupported: the two sides have no data plane in common.
         """
         return await cls._of(await reach(url, channel, transport=transport, token=token, timeout_s=timeout_s, tls=tls, data=data))
@@ -203,18 +203,18 @@ class Session:
 
     @property
     def unused_s(self) -> float:
-        """The seconds for which the peer has said nothing but that it is alive, while nothing that it asked for is under way."""
+        """The seconds for which the peer has sent only signs of life, while nothing that it asked for is under way."""
         is_used = self._asked.is_busy or bool(self._sending.running)
         return 0.0 if is_used else self._clock() - self._used_at
 
     @property
     def is_idle(self) -> bool:
-        """Whether it may end when others wait for its place; with states held open only after a whole timeout."""
+        """Whether it may be ended when others wait for its place; with states held open, only after a whole timeout."""
         return self.unused_s > self.timeout_s * (1.0 if self._sending.is_holding else _PAUSE)
 
     @property
     def error(self) -> DatastatesError | None:
-        """The error with which it ended."""
+        """The error with which it ended, if it has."""
         return self._life.error
 
     async def wait_closed(self) -> None:
@@ -227,7 +227,7 @@ class Session:
         await self._life.ended.wait()
 
     async def drain(self, grace_s: float) -> None:
-        """Send no further chunks, and wait up to ``grace_s`` for those on their way."""
+        """Send no further chunks, and wait up to ``grace_s`` for those under way."""
         await self._sending.drain(grace_s)
 
     # --- what can be asked ------------------------------------------------------------------------------------------------
@@ -236,16 +236,16 @@ class Session:
         """The body of the answer. An error on the other side is raised here as the same class.
 
         :raises PeerFault: the answer is longer than ``limit``; the session is over.
-        :raises Disconnected: the session is over, or nothing was heard of the answer for six timeouts.
+        :raises Disconnected: the session is over, or no part of the answer came for six timeouts.
         """
         return await self._asking.ask(question, limit=limit)
 
     async def refs(self) -> list[RefRecord]:
-        """Every branch and tag there."""
+        """Every branch and tag on the other side."""
         return await self._told(Refs(), list[RefRecord])
 
     async def find(self, query: str, *, limit: int = 100, after: str | None = None) -> StatePage:
-        """A page of the states that a query asks for."""
+        """A page of the states that a query finds."""
         return await self._told(Find(query, limit, after), StatePage)
 
     async def log(self, rev: str, *, limit: int = 100, after: str | None = None) -> StatePage:
@@ -253,11 +253,11 @@ class Session:
         return await self._told(Log(rev, limit, after), StatePage)
 
     async def resolve(self, rev: str) -> StateRecord:
-        """The state that a revision names there."""
+        """The state that a revision names on the other side."""
         return await self._told(Resolve(rev), StateRecord)
 
     async def reach(self, uid: str) -> Reached:
-        """How far away each part of a state is there, and where the other processes of its job serve."""
+        """How far away each part of a state is on the other side, and where the other processes of that job serve."""
         return await self._told(Reach(uid), Reached)
 
     async def open(
@@ -270,9 +270,8 @@ class Session:
         part: int | None = None,
         limit: int = BODY_BYTES,
     ) -> tuple[Opened, Feed]:
-        """Open a state, which stays pinned until the feed is closed. Where the answer names an ``upstream``, the chunks are to be taken
-        from there; what they should be, this feed says. ``part``: that of this rank, by itself. More than ``limit`` bytes are not
-        listened to.
+        """Open a state, which stays pinned until the feed is closed. If the answer names an ``upstream``, take the chunks from there; this
+        feed still gives their digests. ``part``: open only the part of this rank. An answer of more than ``limit`` bytes is refused.
 
         :raises Unavailable: its bytes are not there.
         """
@@ -287,7 +286,7 @@ class Session:
     async def push(self, source: Source, uid: str, offer: Offer) -> StateRecord:
         """Have the peer fetch a state from here and record it. ``source`` is closed in the end.
 
-        :raises InvalidInput: the peer takes none.
+        :raises InvalidInput: the peer accepts no pushes.
         """
         try:
             self._life.check_open()
@@ -326,7 +325,7 @@ class Session:
     # --- frames -----------------------------------------------------------------------------------------------------------
 
     async def _post(self, message: Message) -> None:
-        """Write a frame. It goes out whole even if the caller is cancelled meanwhile."""
+        """Write a frame. It is sent completely even if the caller is cancelled meanwhile."""
         self._life.check_open()
         await self._life.outcome(self._life.spawn(self._write(encode(message))))
 

@@ -1,1 +1,1 @@
-"""Bytes between processes: connections, the data planes, the process that runs UCX."""
+"""Moves bytes between processes: connections, the data planes, and the process that runs UCX."""

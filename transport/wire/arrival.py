@@ -1,4 +1,4 @@
-"""A connection from ``accept`` on, until its other end has proved itself: it has a place, and a time by which it must have done so."""
+"""A connection from ``accept`` until its other end has proved itself: it has a place, and a deadline for the proof."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ __all__ = ["Arrival", "Door"]
 class Door:
     """The door through which connections come in, counted by an ``Admission``. Belongs to the loop thread.
 
-    ``late`` counts those whose time was up, ``foreign`` those that began with nothing that could be ours, ``unproved`` these and all
-    others that ended without having proved anything and had not to give way.
+    ``late`` counts those whose time was up, ``foreign`` those that began with nothing that could be ours. ``unproved`` counts these and all
+    others that ended without having proved anything, except those that had to give way.
     """
 
     def __init__(self, admission: Admission | None = None) -> None:
@@ -27,14 +27,14 @@ class Door:
         return self.admission.refused + self.admission.displaced + self.late + self.unproved
 
     def enter(self, address: str, descriptor: int, end: Callable[[], None]) -> Arrival | None:
-        """A place for a connection, which ``end`` ends; None if there is none."""
+        """A place for a connection, whose end ``end`` causes; None if there is no room."""
         place = self.admission.admit(address, descriptor, end)
         return None if place is None else Arrival(self, place, end)
 
 
 class Arrival:
-    """A connection that was let in. Until it is held it gives way to others, and ends when its time is up, which is at ``due`` by the
-    loop's clock."""
+    """A connection that was let in. Until it is held it gives way to others, and it ends when its time is up, at ``due`` on the loop's
+    clock."""
 
     def __init__(self, door: Door, place: Place, end: Callable[[], None]) -> None:
         self._door, self._place, self._end = door, place, end
@@ -44,13 +44,13 @@ class Arrival:
         self._timer = loop.call_at(self.due, self._expire)
 
     def hold(self) -> None:
-        """Its other end has proved itself: it stays as long as it likes."""
+        """Keep the connection for as long as its other end likes, which has proved itself."""
         self._timer.cancel()
         self._place.hold()
         self._is_counted = True
 
     def hand_over(self) -> Place:
-        """The place, of which the caller takes care from now on, and of the time: the connection still gives way to others."""
+        """The place. From now on the caller is responsible for it and for the deadline; the connection still gives way to others."""
         self._timer.cancel()
         self._is_counted = True
         return self._place

@@ -1,12 +1,12 @@
-"""What a process that strangers can reach gives up: everything that it does not need to move bytes between sockets and memory.
+"""What a process that strangers can reach gives up: every right that it does not need to move bytes between sockets and memory.
 
-Linux only, by way of the C library; what a kernel or a container does not allow is named, so that ``datastates doctor`` can say so.
+Linux only, through the C library. What a kernel or a container does not allow is named, so that ``datastates doctor`` can report it.
 
     bind_to   the process ends with its parent
-    before    no new privileges, no capabilities, limits; no file but what the kernel says of devices, and in ``/tmp``, where UCX writes
-              what it finds; no signal, no debugging beyond this process (Landlock)
-    after     no system call but those that UCX and Python need from here on (seccomp): nothing is written but to descriptors that are
-              open, no program started, no other process looked at, no memory becomes code; no ``/tmp`` for the thread that talks to peers
+    before    no new privileges, no capabilities, limits; no file except what the kernel says of devices, and those in ``/tmp``, where UCX
+              writes what it finds; no signal, no debugging beyond this process (Landlock)
+    after     no system call except those that UCX and Python still need (seccomp): it writes only to open descriptors, starts no program,
+              looks at no other process, and turns no memory into code; no ``/tmp`` for the thread that talks to peers
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from typing import Final
 __all__ = ["SWITCH", "after", "before", "bind_to"]
 
 SWITCH: Final = "DATASTATES_UCX_CONFINED"
-"""Set to 0 in the environment, the helper forgoes Landlock and seccomp: to find out whether one of them keeps a device from working."""
+"""If this is 0 in the environment, the helper omits Landlock and seccomp, to find out whether one of them keeps a device from working."""
 
-_MEMORY = 2 << 30  # beyond what UCX has when it has started: what strangers can make it take
+_MEMORY = 2 << 30  # what strangers can make it take, beyond what UCX has when it has started
 _DESCRIPTORS = 4096
 
 _PR_SET_PDEATHSIG, _PR_SET_NO_NEW_PRIVS, _PR_SET_DUMPABLE = 1, 38, 4
 _CAPABILITIES_3 = 0x20080522
 _CAP_IPC_LOCK = 14  # devices of InfiniBand register memory
 _LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446
-_READ, _ORDER = 0b1100, 0b1110 | 1 << 15  # files and folders; write to devices too, and order them about
+_READ, _ORDER = 0b1100, 0b1110 | 1 << 15  # files and folders; also write to devices and control them
 _ANYTHING = (1 << 16) - 1
 _FILES: Final = {"/sys": _READ, "/proc/sys": _READ, "/proc/self/net": _READ, "/dev/infiniband": _ORDER}
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -47,7 +47,7 @@ def bind_to(parent: int) -> None:
 
 
 def before() -> list[str]:
-    """Before anything is listened to. What could not be forbidden."""
+    """Confine the process before it listens to anything. Returns what could not be forbidden."""
     _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     _limit(resource.RLIMIT_CORE, 0)
     _limit(resource.RLIMIT_NOFILE, _DESCRIPTORS)
@@ -62,13 +62,13 @@ def before() -> list[str]:
 
 
 def after() -> list[str]:
-    """Confine further once UCX has started. Returns what could not be forbidden."""
+    """Confine the process further once UCX has started. Returns what could not be forbidden."""
     _libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
     _limit(resource.RLIMIT_FSIZE, 0)
-    _limit(resource.RLIMIT_NPROC, 0)  # does not bind root, which seccomp does
+    _limit(resource.RLIMIT_NPROC, 0)  # does not bind root, but seccomp does
     if os.environ.get(SWITCH) == "0":
         return ["seccomp"]
-    _landlock(_FILES)  # said already, if it fails
+    _landlock(_FILES)  # a failure was already reported
     return [] if _seccomp() else ["seccomp"]
 
 
@@ -129,7 +129,7 @@ _AF_UNIX, _AF_PACKET = 1, 17
 _TIOCSTI, _FIOSETOWN, _SIOCSPGRP = 0x5412, 0x8901, 0x8902
 _F_SETOWN, _F_SETSIG, _F_SETOWN_EX = 8, 10, 15
 
-# Numbers of x86-64 and of aarch64; None: there is none.
+# Numbers on x86-64 and on aarch64; None: the call does not exist there.
 _ALLOWED: Final[dict[str, tuple[int | None, int | None]]] = {
     "read": (0, 63), "write": (1, 64), "readv": (19, 65), "writev": (20, 66), "pread64": (17, 67), "close": (3, 57), "fstat": (5, 80),
     "newfstatat": (262, 79), "lseek": (8, 62), "stat": (4, None), "lstat": (6, None), "readlink": (89, None), "readlinkat": (267, 78),
@@ -148,15 +148,15 @@ _ALLOWED: Final[dict[str, tuple[int | None, int | None]]] = {
     "getuid": (102, 174), "geteuid": (107, 175), "getgid": (104, 176), "getegid": (108, 177), "getrusage": (98, 165),
     "getrlimit": (97, 163), "sysinfo": (99, 179), "uname": (63, 160), "getrandom": (318, 278), "exit": (60, 93), "exit_group": (231, 94),
 }  # fmt: skip
-# What is allowed unless an argument (its place) is one of these values.
+# Calls that are allowed unless the argument at this place is one of these values.
 _UNLESS: Final[dict[str, tuple[tuple[int, int], int, tuple[int, ...]]]] = {
     "socket": ((41, 198), 0, (_AF_UNIX, _AF_PACKET)),
     "ioctl": ((16, 29), 1, (_TIOCSTI, _FIOSETOWN, _SIOCSPGRP)),
     "fcntl": ((72, 25), 1, (_F_SETOWN, _F_SETSIG, _F_SETOWN_EX)),
 }
-# What is allowed unless an argument has these bits, or only if it has.
+# Calls that are allowed unless an argument has these bits, or only if it has them.
 _BITS: Final[dict[str, tuple[tuple[int, int], int, int, bool]]] = {
-    "openat": ((257, 56), 2, _WRITING, False),  # UCX reads of each device how fast it is, for each link
+    "openat": ((257, 56), 2, _WRITING, False),  # for each link, UCX reads how fast each device is
     "mmap": ((9, 222), 2, _PROT_EXEC, False),
     "mprotect": ((10, 226), 2, _PROT_EXEC, False),
     "clone": ((56, 220), 0, _CLONE_THREAD, True),
@@ -194,7 +194,7 @@ def _program(column: int, architecture: int) -> list[bytes]:
 
 
 def _case(number: int, then: list[bytes]) -> list[bytes]:
-    """``then`` ends the program."""
+    """The instructions for one system call; ``then`` ends the program."""
     return [_line(_IF_EQUAL, number, 0, len(then)), *then]
 
 

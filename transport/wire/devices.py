@@ -1,4 +1,4 @@
-"""Finding which of this machine's network devices has an address."""
+"""Finds which of this machine's network devices has an address."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _RDMA = "/sys/class/infiniband"
 
 
 class _Interface(ctypes.Structure):
-    """``struct ifaddrs`` as far as it is read here."""
+    """The part of ``struct ifaddrs`` that is read here."""
 
 
 _Interface._fields_ = (
@@ -28,7 +28,7 @@ _Interface._fields_ = (
 
 
 def device_of(host: str) -> str | None:
-    """The device that has this address, ``lo`` for all of loopback; None where none has it, or all of them do (``0.0.0.0``)."""
+    """The device that has this address, ``lo`` for all of loopback. None if no device has it, or all of them do (``0.0.0.0``)."""
     try:
         wanted = ipaddress.ip_address(host.partition("%")[0])
     except ValueError:
@@ -39,7 +39,7 @@ def device_of(host: str) -> str | None:
 
 
 def rdma_devices() -> list[str]:
-    """InfiniBand and the like, as UCX names them: ``mlx5_0:1``."""
+    """The InfiniBand and similar devices, as UCX names them: ``mlx5_0:1``."""
     if not os.path.isdir(_RDMA):
         return []
     return [f"{device}:{port}" for device in sorted(os.listdir(_RDMA)) for port in sorted(os.listdir(f"{_RDMA}/{device}/ports"))]

@@ -1,12 +1,12 @@
-"""The data plane between two processes of one host and user whose bytes belong on a device: the sender puts them there.
+"""The data plane between two processes of one host and user for bytes that belong on a device: the sender puts them there.
 
-A receiver has *landing memory* on its device, which the sender opens by a handle of the driver (``Land``). It says where in there a part of
-a message has room (``Room``); the sender copies the part, on a stream of its own, waits until it is there, and says so (``Laid``). The
-receiver copies it out before anybody looks at it: what the sender does to landing memory later changes nothing. The three messages travel
-on the session's control channel, in a generation of the data plane, as what is wanted does.
+A receiver has *landing memory* on its device, which the sender opens by a handle of the driver (``Land``). The receiver says where in that
+memory a part of a message has room (``Room``). The sender copies the part there on a stream of its own, waits until the copy is done, and
+says so (``Laid``). The receiver copies the part out before anything reads it, so whatever the sender does to landing memory later changes
+nothing. The three messages travel on the session's control channel, within a generation of the data plane, as requests for chunks do.
 
-Landing memory is never given back to the driver while the process lives, for nobody knows when the other one has let go of it: it is kept
-for the next session.
+Landing memory is not given back to the driver while the process lives, since nobody can know when the other process has released it. It is
+kept for the next session.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from .transfers import Transfers
 __all__ = ["ADDRESS", "IpcEnd"]
 
 ADDRESS = b"datastates ipc 1"
-"""Where the other end is: in the session."""
+"""The place of the other end, which is always in the session."""
 
 _LANDING_BYTES = 64 << 20
-_REGIONS = 16  # that a peer may have us open
-_ROOMS = 4096  # that a peer may tell of before anything is sent there
+_REGIONS = 16  # how many regions a peer may have us open
+_ROOMS = 4096  # how many rooms a peer may announce before anything is sent there
 _COPIES = 2
 _ABORTED = "the link was aborted"
 
 _Key = tuple[int, int, int]
-"""A part of a message: generation, tag, number."""
+"""Identifies a part of a message: generation, tag, number."""
 
 _kept: WeakKeyDictionary[Devices, dict[torch.device, list[Shared]]] = WeakKeyDictionary()
 _lock = threading.Lock()
@@ -52,7 +52,7 @@ _lock = threading.Lock()
 
 @dataclass(slots=True)
 class _Landing:
-    """Landing memory of ours, and who has which stretch of it."""
+    """Landing memory of ours, and which stretch of it each owner has."""
 
     number: int
     shared: Shared
@@ -63,7 +63,7 @@ class _Landing:
 
 @dataclass(slots=True)
 class _Opened:
-    """Landing memory of the peer's."""
+    """Landing memory of the peer."""
 
     shared: Shared
     stream: Stream
@@ -71,7 +71,7 @@ class _Opened:
 
 class IpcEnd:
     """One side's end of the data plane of a session; belongs to the loop thread. ``is_near``: the kernel has shown that the peer is a
-    process of this host and user. ``take`` is given the peer's messages."""
+    process of this host and user. ``take`` receives the peer's messages."""
 
     located = ADDRESS
 
@@ -102,9 +102,9 @@ class IpcEnd:
         return _IpcLink(self, present)
 
     def take(self, message: Land | Room | Laid) -> None:
-        """The peer said it.
+        """Take in a message of the peer's.
 
-        :raises PeerFault: it cannot be.
+        :raises PeerFault: the message is impossible.
         """
         if self._has_left:
             return
@@ -127,7 +127,7 @@ class IpcEnd:
                     laid.set_result(message)
 
     async def leave(self) -> None:
-        """Let go of the peer's memory, and keep ours for others; idempotent."""
+        """Release the peer's memory, and keep ours for other sessions; idempotent."""
         if self._has_left:
             return
         self._has_left = True
@@ -143,9 +143,9 @@ class IpcEnd:
         self._threads.shutdown(wait=False)
 
     async def landing(self, device: torch.device) -> _Landing:
-        """Landing memory on a device; ``introduce`` it before it is used.
+        """Landing memory on a device; ``introduce`` it before use.
 
-        :raises Unavailable: there is none.
+        :raises Unavailable: no memory can be shared.
         """
         async with self._making:
             found = self._landings.get(device)
@@ -155,15 +155,15 @@ class IpcEnd:
             return found
 
     async def introduce(self, landing: _Landing) -> None:
-        """Tell the peer of landing memory, once."""
+        """Tell the peer about landing memory, once."""
         if not landing.is_told:
             landing.is_told = True
             await self.post(Land(landing.number, landing.shared.handle))
 
     async def opened(self, region: int) -> _Opened:
-        """Landing memory of the peer's.
+        """Landing memory of the peer.
 
-        :raises PeerFault: it told of none.
+        :raises PeerFault: the peer announced none with this number.
         :raises Unavailable: it cannot be opened here.
         """
         opening = self._opened.get(region)
@@ -172,17 +172,17 @@ class IpcEnd:
         return await asyncio.shield(opening)
 
     def room(self, key: _Key) -> asyncio.Future[Room]:
-        """Where a part belongs, once the peer says so."""
+        """The room for a part, once the peer announces it."""
         return self._rooms.setdefault(key, asyncio.get_running_loop().create_future())
 
     def no_room(self, key: _Key) -> None:
-        """Nobody waits for that any more."""
+        """Forget a room that nobody waits for any more."""
         self._rooms.pop(key, None)
 
     def laid(self, key: _Key) -> asyncio.Future[Laid]:
-        """The peer's word that a part is there.
+        """The peer's message that a part is there.
 
-        :raises PeerFault: it is waited for already.
+        :raises PeerFault: it is already being waited for.
         """
         if key in self._laid:
             raise PeerFault(f"tag {key[1]} is used twice at once")
@@ -191,7 +191,7 @@ class IpcEnd:
         return found
 
     async def apart(self, work: Callable[[], Any]) -> Any:
-        """Do it in a thread of its own: a copy that begun ends, even when this is cancelled."""
+        """Do ``work`` in a thread of its own: a copy that was begun is finished, even when this is cancelled."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
 
@@ -199,8 +199,8 @@ class _IpcLink(Link):
     def __init__(self, end: IpcEnd, generation: int) -> None:
         self._end, self._generation = end, generation
         self._transfers = Transfers()
-        self._waiting: set[asyncio.Future[Any]] = set()  # for the peer
-        self._telling: set[asyncio.Future[Any]] = set()  # the peer, which may read nothing any more
+        self._waiting: set[asyncio.Future[Any]] = set()  # wait for the peer
+        self._telling: set[asyncio.Future[Any]] = set()  # wait until the peer reads, which it may never do again
         self._unposted: set[asyncio.Future[None]] = set()
         self._lenders: set[Lending] = set()
         self._aborting: asyncio.Task[None] | None = None
@@ -229,7 +229,7 @@ class _IpcLink(Link):
             await asyncio.wait(list(self._unposted))
 
     async def abort(self) -> None:
-        """Takes only as long as the copies of this process that are under way, whatever the peer does."""
+        """Abort; takes only as long as this process's own copies under way, whatever the peer does."""
         if self._aborting is None:
             self._aborting = asyncio.create_task(self._abort())
         await asyncio.shield(self._aborting)
@@ -238,7 +238,7 @@ class _IpcLink(Link):
         for future in list(self._waiting):
             if not future.done():
                 future.set_exception(Disconnected(_ABORTED))
-                future.exception()  # looked at: who began it may wait no more
+                future.exception()  # marks it as retrieved: the task that began it may wait no more
         for telling in list(self._telling):
             telling.cancel()
         for lender in self._lenders:
@@ -322,7 +322,7 @@ class _IpcLink(Link):
         return future
 
     async def _told(self, telling: Awaitable[Any]) -> Any:
-        """Tell the peer something, until this is aborted."""
+        """Tell the peer something, or stop when this is aborted."""
         task = asyncio.ensure_future(telling)
         self._telling.add(task)
         try:
@@ -339,7 +339,7 @@ class _IpcLink(Link):
 
 
 def _share(device: torch.device) -> tuple[Shared, Stream]:
-    """Landing memory: what an earlier session left, or new."""
+    """Landing memory: left by an earlier session, or new."""
     with _lock:
         kept = _kept.get(devices(), {}).get(device, [])
         found = kept.pop() if kept else None
@@ -358,7 +358,7 @@ def _open(handle: bytes) -> _Opened:
 
 
 def _copy(stream: Stream, into: torch.Tensor, data: torch.Tensor, ready: Mark | None) -> None:
-    """Copy, and wait until it is done."""
+    """Copy, and wait until the copy is done."""
     if ready is not None:
         devices().wait(stream, ready)
     with devices().on(stream):
@@ -371,7 +371,7 @@ def _copy_in(stream: Stream, into: torch.Tensor, data: memoryview) -> None:
 
 
 def _lying(data: memoryview) -> torch.Tensor:
-    """The bytes where they lie; whoever has them keeps them. torch knows none that cannot be written, and nothing is."""
+    """The bytes as a tensor without a copy; the caller keeps them alive. torch has no read-only tensors, but nothing writes to this one."""
     return torch.frombuffer((ctypes.c_char * data.nbytes).from_address(address_of(data)), dtype=torch.uint8)
 
 

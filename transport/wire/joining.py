@@ -1,11 +1,11 @@
-"""How a connection for data joins its session: both ends prove that they know the session's key, over what was said on this connection.
+"""How a data connection joins its session: both ends prove that they know the session's key, over what was said on this connection.
 
-    whoever dialled -> JOIN, the session's name, generation, direction, nonce      in plain
-    both            -> TLS's handshake, where the session has TLS
-    the other end   -> nonce
-    both in turn    -> HMAC(key, role, all of that)
+    the dialling end -> JOIN, the session's name, generation, direction, nonce      in the clear
+    both             -> TLS's handshake, if the session has TLS
+    the other end    -> nonce
+    both in turn     -> HMAC(key, role, all of that)
 
-Blocking, for the thread that the connection belongs to.
+Blocking, for the thread to which the connection belongs.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _header = struct.Struct(f">{len(JOIN)}s{NAME_BYTES}sQc{_NONCE_BYTES}s")
 HEADER_BYTES: Final = _header.size
 
 Direction = bytes
-"""``b">"``: bytes go from whoever dialled; ``b"<"``: to it."""
+"""``b">"``: bytes go from the end that dialled; ``b"<"``: to it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class Join:
 
 
 def read_header(raw: bytes) -> Join | None:
-    """The header's content; None if it is none of ours."""
+    """The header's content; None if the header is not ours."""
     if len(raw) != HEADER_BYTES:
         return None
     magic, name, generation, direction, _ = _header.unpack(raw)
@@ -53,7 +53,7 @@ def read_header(raw: bytes) -> Join | None:
 
 
 def greet(connection: socket.socket, terms: Terms, generation: int, direction: Direction) -> socket.socket:
-    """The end that dialled. Returns what to read or write, encrypted where the session is.
+    """Join from the end that dialled. Returns the socket to read or write, encrypted if the session is.
 
     :raises PeerFault: the other end does not know the session's key.
     """
@@ -68,7 +68,7 @@ def greet(connection: socket.socket, terms: Terms, generation: int, direction: D
 
 
 def answer(connection: socket.socket, terms: Terms, join: Join, tls: ssl.SSLContext | None) -> socket.socket:
-    """The end that was dialled, after the header."""
+    """Join from the end that was dialled, after the header."""
     if tls is not None:
         connection = tls.wrap_socket(connection, server_side=True)
     nonce = secrets.token_bytes(_NONCE_BYTES)

@@ -1,8 +1,8 @@
 """Our own data plane: connections beside a session's control channel, over which chunks go from memory to memory.
 
-A *lane* is one connection that goes one way, with a thread of its own at each end: the kernel copies straight from and to the memory
-that was given, with the interpreter's lock let go. Whoever dialled the control channel dials the lanes, at the same port, when
-a direction is first used; so either end may find that lanes come before the link that they are for, or after it.
+A *lane* is one connection that goes one way, with a thread of its own at each end. The kernel copies straight from and to the given memory,
+while the interpreter's lock is released. The end that dialled the control channel dials the lanes too, at the same port, when a direction
+is first used. So at either end lanes may come before the link that they are for, or after it.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from .sockets import keep_from_children, set_up
 __all__ = ["LANES", "MOST", "Lanes"]
 
 LANES: Final = 2
-"""Connections in one direction: one leaves a core idle while the other end's works, three move no more than two (measured)."""
+"""Connections in one direction. One leaves a core idle while the other end's core works; three move no more than two (measured)."""
 
 MOST: Final = 4
-"""Connections that a peer may have in one direction: another version may find another number best."""
+"""The most connections that a peer may have in one direction: for another version another number may be best."""
 
 _AT_ONCE = 3
-"""So many chunks that are over wake the loop together, while others are under way: the first one finds Python out of the caches."""
+"""How many finished chunks wake the loop together while others are under way: each wake-up finds Python's code gone from the caches."""
 
 _PLACE = b"lanes"
 _message = struct.Struct(">QQ")
@@ -43,7 +43,7 @@ _logger = logging.getLogger(__name__)
 
 
 class Lanes:
-    """One session's end of it. ``generation`` says which one the session is in; ``forget`` is called once it is closed.
+    """One session's end of the plane. ``generation`` returns the session's present generation; ``forget`` is called once this is closed.
 
     Every method belongs to the loop thread.
     """
@@ -58,7 +58,7 @@ class Lanes:
         self._is_closed = False
 
     async def address(self) -> bytes:
-        """Nothing: the lanes go where the control channel went."""
+        """A constant: the lanes go where the control channel went."""
         return _PLACE
 
     async def link(self, address: bytes) -> Link:
@@ -72,7 +72,7 @@ class Lanes:
         return link
 
     def join(self, connection: socket.socket, join: Join, context: ssl.SSLContext | None, left: Callable[[], None]) -> None:
-        """A connection names this session: a thread sees whether it knows the key. ``left`` is called once it is closed."""
+        """Take a connection that names this session; a thread checks whether it knows the key. ``left`` is called once it is closed."""
         if self._is_closed or self._joining + len(self._early) >= 2 * MOST:
             connection.close()
             left()
@@ -94,7 +94,7 @@ class Lanes:
         _Lane(connection, join.generation, is_sending=join.direction == _TO_DIALLER, loop=loop, left=left).start(prove, ready)
 
     def joined(self, lane: _Lane) -> None:
-        """A lane has proved itself."""
+        """Take in a lane that has proved itself."""
         link = self._link
         if self._is_closed or (link is not None and lane.generation < link.generation):
             lane.end()
@@ -104,7 +104,7 @@ class Lanes:
             self._early.append(lane)
 
     def cut(self) -> int:
-        """Break the connections that there are; how many."""
+        """Break the existing connections; returns how many there were."""
         return 0 if self._link is None else self._link.cut()
 
     async def leave(self) -> None:
@@ -120,7 +120,7 @@ class Lanes:
 
 
 class _Moving:
-    """The pieces of a chunk on their way; ``left`` is guarded by the link. ``is_alone``: whoever waits for it is told at once."""
+    """The pieces of a chunk under way; the link guards ``left``. ``is_alone``: the task that waits for it is woken at once."""
 
     __slots__ = ("done", "is_alone", "left", "moved")
 
@@ -138,7 +138,7 @@ class _Slot:
 
 
 class _Outgoing:
-    """Messages that wait to be sent, with tags that follow each other."""
+    """Messages that wait to be sent, with consecutive tags."""
 
     __slots__ = ("data", "moving", "tag")
 
@@ -177,24 +177,24 @@ class _LanesLink(Link):
         await self._receive_all(tag, [into], None)
 
     def send_all(self, tag: int, data: Sequence[memoryview], moved: Callable[[], None]) -> asyncio.Future[None]:
-        """Have one lane send all of it. The link must be aborted when the future is cancelled."""
+        """Let one lane send all of it. The link must be aborted when the future is cancelled."""
         return self._send_all(tag, data, moved)
 
     def receive_all(self, tag: int, into: Sequence[memoryview], moved: Callable[[], None]) -> asyncio.Future[None]:
-        """Have memory wait, for any lane. The link must be aborted when the future is cancelled."""
+        """Let memory wait for any lane. The link must be aborted when the future is cancelled."""
         return self._receive_all(tag, into, moved)
 
     async def posted(self) -> None:
-        """Nothing to wait for: memory that waits here waits for anyone's bytes."""
+        """Return at once: memory that waits here waits for anyone's bytes."""
 
     async def abort(self) -> None:
-        """Shut every lane down, and wait until none of them is at anybody's memory."""
+        """Shut every lane down, and wait until none of them uses the caller's memory."""
         if self._aborting is None:
             self._aborting = asyncio.create_task(self._abort())
         await surely(self._aborting)
 
     def take(self, lane: _Lane) -> None:
-        """A lane that has proved itself."""
+        """Take in a lane that has proved itself."""
         is_many = sum(each.is_sending == lane.is_sending for each in self._lanes) >= MOST
         if self._error is not None or is_many:
             lane.end()
@@ -262,7 +262,7 @@ class _LanesLink(Link):
         lane.start(prove, ready)
 
     def fail(self, error: DatastatesError) -> None:
-        """End the lane: nothing more comes or goes, and every waiting task hears of it."""
+        """End the link: nothing more comes or goes, and every waiting task gets the error."""
         with self._changed:
             if self._error is None:
                 self._error = error
@@ -296,7 +296,7 @@ class _LanesLink(Link):
     # --- the lanes' threads ---------------------------------------------------------------------------------------------------
 
     def next_slot(self, lane: _Lane, tag: int, length: int) -> _Slot | None:
-        """The memory that waits for a tag, once it does; the lane is busy with it. None: there will be none."""
+        """The memory that waits for a tag, once there is some; the lane is then busy with it. None: there will be none."""
         with self._changed:
             while tag not in self._slots and self._error is None:
                 self._changed.wait()
@@ -311,7 +311,7 @@ class _LanesLink(Link):
             return slot
 
     def next_outgoing(self, lane: _Lane) -> _Outgoing | None:
-        """The next message to send; the lane is busy with it. None: nothing more."""
+        """The next message to send; the lane is then busy with it. None: nothing more."""
         outgoing = self._outgoing.get()
         with self._changed:
             if outgoing is None or self._error is not None:
@@ -320,7 +320,7 @@ class _LanesLink(Link):
             return outgoing
 
     def moved(self, lane: _Lane, moving: _Moving, count: int = 1) -> None:
-        """So many messages are over."""
+        """Note that ``count`` messages are done."""
         lane.is_busy = False
         with self._changed:
             moving.left -= count
@@ -333,7 +333,7 @@ class _LanesLink(Link):
             self._call(self._finish)
 
     def ended(self, lane: _Lane, error: str) -> None:
-        """A lane is no more."""
+        """Note that a lane has ended."""
         lane.is_busy = False
         self._call(self._lost, lane, error)
 
@@ -371,22 +371,22 @@ class _Lane:
         keep_from_children(self, connection)
 
     def start(self, prove: Callable[[], socket.socket], ready: Callable[[_Lane, Exception | None], None]) -> None:
-        """``ready`` is called on the loop when ``prove`` has ended in the thread."""
+        """Start the thread; ``ready`` is called on the loop when ``prove`` has ended in it."""
         threading.Thread(target=self._run, args=(prove, ready), name="datastates-lane", daemon=True).start()
 
     def give(self, link: _LanesLink) -> None:
-        """Say what to work for."""
+        """Tell the lane which link to work for."""
         self._link.put(link)
 
     def end(self) -> None:
-        """Shut it down: the thread ends. On the loop's thread."""
+        """Shut the lane down: the thread ends. On the loop's thread."""
         self._link.put(None)
         self.cut()
 
     def cut(self) -> None:
         """Break the connection."""
-        with suppress(OSError):  # it is no connection yet, or none any more
-            socket.socket.shutdown(self._connection, socket.SHUT_RDWR)  # TLS's own would take the key away under the thread
+        with suppress(OSError):  # it is not connected yet, or not any more
+            socket.socket.shutdown(self._connection, socket.SHUT_RDWR)  # TLS's own would remove the key while the thread uses it
 
     def _run(self, prove: Callable[[], socket.socket], ready: Callable[[_Lane, Exception | None], None]) -> None:
         link: _LanesLink | None = None
@@ -397,10 +397,10 @@ class _Lane:
             if link is not None:
                 (self._send if self.is_sending else self._receive)(link)
         except (OSError, DatastatesError) as exc:
-            error = str(exc)  # the exception itself would hold on to the memory that it was at
+            error = str(exc)  # the exception itself would keep the memory that it was using alive
         finally:
             self._connection.close()
-            with suppress(RuntimeError):  # the loop has ended, and what counts with it
+            with suppress(RuntimeError):  # the loop has ended, with everything that counts
                 self._loop.call_soon_threadsafe(self._left)
             if link is not None:
                 link.ended(self, error)
@@ -449,7 +449,7 @@ class _Lane:
             del slot
 
     def _fill(self, memory: memoryview) -> bool:
-        """Receive so many bytes; False if the connection ends before."""
+        """Fill the memory with received bytes; False if the connection ends before."""
         flags = 0 if isinstance(self._connection, ssl.SSLSocket) else socket.MSG_WAITALL
         while memory:
             count = self._connection.recv_into(memory, memory.nbytes, flags)
@@ -460,7 +460,7 @@ class _Lane:
 
 
 def _rest(left: Sequence[memoryview], sent: int) -> list[memoryview]:
-    """What is left of some pieces when so many bytes were sent."""
+    """What is left of some pieces after so many bytes were sent."""
     rest = []
     for piece in left:
         if sent < piece.nbytes:
@@ -476,7 +476,7 @@ def _flat(memory: memoryview) -> memoryview:
 def _fail(done: asyncio.Future[None], error: DatastatesError) -> None:
     if not done.done():
         done.set_exception(error if isinstance(error, PeerFault) else Disconnected(str(error)))
-        done.exception()  # looked at: who began it may wait no more
+        done.exception()  # marks it as retrieved: the task that began it may wait no more
 
 
 def _unheard() -> None:

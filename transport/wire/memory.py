@@ -1,4 +1,4 @@
-"""Both ends in one process: for tests of whatever is built on a transport, without a network."""
+"""Both ends in one process: for tests of code that is built on a transport, without a network."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from .arrival import Arrival, Door
 __all__ = ["MemoryTransport"]
 
 _FRAMES = 64
-"""How many frames wait in a channel before its sender waits too."""
+"""How many frames wait in a channel before its sender must wait."""
 
 _ADDRESS = b"memory"
 
 
 class MemoryTransport(Transport):
-    """``memory://name``; ``memory://`` alone picks a name. All that it connects must run on one event loop."""
+    """``memory://name``; ``memory://`` alone picks a name. Everything that it connects must run on one event loop."""
 
     scheme = "memory"
 
@@ -35,7 +35,7 @@ class MemoryTransport(Transport):
     async def listen(
         self, url: str, accept: Callable[[Channel], Awaitable[None]], *, tls: Tls | None = None, door: Door | None = None
     ) -> Listener:
-        """Take peers under a name; ``tls`` has nothing to protect here."""
+        """Accept peers under a name; ``tls`` has nothing to protect here."""
         name = _name(url) or secrets.token_hex(4)
         if name in self._listeners:
             raise Unavailable(f"memory://{name} is taken: choose another name, or memory:// for any")
@@ -43,7 +43,7 @@ class MemoryTransport(Transport):
         return listener
 
     async def dial(self, url: str, *, timeout_s: float, tls: Tls | None = None) -> Channel:
-        """Reach a listener of this process."""
+        """Connect to a listener of this process."""
         listener = self._listeners.get(_name(url))
         if listener is None:
             raise Disconnected(f"nobody listens at {url}: serve there first")
@@ -62,7 +62,7 @@ class MemoryTransport(Transport):
         return _ADDRESS
 
     async def link(self, address: bytes) -> Link:
-        """Tags are matched over all links of the process, as UCX does."""
+        """A link; tags are matched over all links of the process, as UCX does."""
         if address != _ADDRESS:
             raise PeerFault(f"{address[:20]!r} is no address in this process's memory")
         link = _Link(self._meetings, self._links)
@@ -97,7 +97,7 @@ class _Listener(Listener):
 
 
 class _Channel(Channel):
-    """One end; ``other`` is the other one. What was sent before an end was closed still arrives, as over TCP."""
+    """One end of a channel; ``other`` is the other one. What was sent before an end was closed still arrives, as over TCP."""
 
     other: _Channel
     arrival: Arrival | None = None
@@ -146,7 +146,7 @@ class _Channel(Channel):
             self.arrival.release()
 
     async def _change(self) -> None:
-        """Wait until anything is different; sender and receiver of this end may both wait."""
+        """Wait until anything has changed; sender and receiver of this end may both wait."""
         changed = self._changed
         if changed.is_set():
             changed = self._changed = asyncio.Event()
@@ -158,7 +158,7 @@ class _Channel(Channel):
 
 @dataclass(slots=True)
 class _Meeting:
-    """The first end to reach a tag: a sender with its bytes, or a receiver with its memory; and how it is told of the end."""
+    """The first end to reach a tag: a sender with its bytes or a receiver with its memory; ``done`` tells it the outcome."""
 
     link: _Link
     memory: memoryview
@@ -167,7 +167,7 @@ class _Meeting:
 
 
 class _Link(Link):
-    """Sender and receiver of a tag wait for each other; the second to come copies."""
+    """Sender and receiver of a tag wait for each other; the one that comes second copies."""
 
     def __init__(self, meetings: dict[int, _Meeting], links: set[_Link]) -> None:
         self._meetings, self._links = meetings, links

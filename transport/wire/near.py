@@ -1,9 +1,9 @@
 """The memory of another process of this host, read without its help: one copy instead of the kernel's two and UCX's wake-ups.
 
-Linux lets a process read what it could debug (``process_vm_readv``): one of the same user, in the same PID namespace, unless Yama or
-the container forbids it. That the process is the session's other end, the kernel says (``neighbours``); whether it can be read is found out
-by trying its *beacon*, random bytes. What is read is checked by its digest like anything that comes from a peer. UCX's own ``cma``
-does the same, and it refuses when endpoints handle errors.
+Linux lets a process read another that it could debug (``process_vm_readv``): one of the same user, in the same PID namespace, unless Yama
+or the container forbids it. The kernel tells whether the process is the session's other end (``neighbours``). Whether it can be read is
+found out by trying its *beacon*, random bytes. What is read is checked by its digest, like anything that comes from a peer. UCX's own
+``cma`` does the same, but refuses when endpoints handle errors.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from .plane import surely
 __all__ = ["Near", "NearChunks", "address_of", "is_wanted", "own_beacon"]
 
 SWITCH: Final = "DATASTATES_NEAR"
-"""Set to 0 in the environment, no process of this host is read directly; chunks travel over the transport then."""
+"""If this is 0 in the environment, no process of this host is read directly; chunks then travel over the transport."""
 
 _AT_ONCE = 2  # reads; more would share one memory bus
-_TELL = 16  # chunks between two words to the process that is read
+_TELL = 16  # chunks between two messages to the process that is read
 _BYTES = 32
 
 
@@ -51,9 +51,9 @@ class Near:
         self._pid, self._connection = pid, connection
 
     def read(self, address: int, into: Sequence[memoryview]) -> bool:
-        """Fill ``into`` with what lies from ``address`` on; False if it cannot be read as a whole (some of it may be written then).
+        """Fill ``into`` with the bytes from ``address`` on. False if they cannot all be read; some of ``into`` may then be written.
 
-        A process that was there after the read was there before: what was read is its own, and not of another with the same pid.
+        A process that exists after the read existed before: the bytes are its own, and not those of another process with the same pid.
         """
         assert _readv is not None, "reach found it"
         length = sum(view.nbytes for view in into)
@@ -91,9 +91,10 @@ def own_beacon() -> tuple[int, bytes]:
 
 
 class NearChunks:
-    """Chunks of one state that lie in a near process: ``addresses`` of all of them. Belongs to the loop thread; ``close`` it there.
+    """Chunks of one state in the memory of a near process; ``addresses`` are those of all chunks. Belongs to the loop thread; ``close`` it
+    there.
 
-    ``took`` is told of chunks and bytes now and then, and at the end.
+    ``took`` is called with numbers of chunks and bytes from time to time, and at the end.
     """
 
     def __init__(self, near: Near, addresses: Sequence[int], took: Callable[[int, int], None]) -> None:
@@ -102,7 +103,7 @@ class NearChunks:
         self._chunks = self._bytes = 0
 
     async def receive(self, index: int, buffers: Sequence[memoryview]) -> bool:
-        """Fill ``buffers``; False if they cannot be read from there. When this is cancelled it still waits for the read to end."""
+        """Fill ``buffers``; False if the bytes cannot be read. When this is cancelled it still waits for the read to end."""
         reading = asyncio.wrap_future(self._threads.submit(self._near.read, self._addresses[index], buffers))
         try:
             is_read = await asyncio.shield(reading)

@@ -1,10 +1,10 @@
-"""A session's end of the data plane: a link made on first use, and given up as a whole when buffers must be had back.
+"""A session's end of the data plane: a link made on first use, and dropped as a whole when buffers must be taken back.
 
-Both ends must give up theirs, or what is sent over the old one hangs and breaks the new one: each reset begins a *generation*, which
-travels with what is asked for, and an end that hears of a later one follows.
+Both ends must drop theirs, or else what is sent over the old one hangs and breaks the new one. So each reset begins a *generation*, whose
+number travels with each request, and an end that hears of a later one follows.
 
-Where an end is, its peer is told in the first frame or when it is first needed, and again whenever it has moved: what moves bytes may
-be a process of its own, which may die and be started anew.
+The peer is told the address of an end in the first frame or when the end is first needed, and again whenever the end has moved: bytes may
+be moved by a process of its own, which may die and be started anew.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from datastates.transport.protocol import Failure, Message, Moved
 
 __all__ = ["Plane", "surely"]
 
-_MEET_S = 30.0  # for a peer that is alive to say where its end is; it may have to start a process
+_MEET_S = 30.0  # for a peer that is alive to tell the address of its end; it may have to start a process
 
 
 class Plane:
-    """The link to one peer. No transfer can be stopped alone: to get memory back, drop the link; the next use makes a new one.
+    """The link to one peer. A single transfer cannot be stopped: to get memory back, drop the link; the next use makes a new one.
 
-    ``end`` makes the links. ``told`` is the own address as the peer knows it, ``address`` is the peer's; both may be empty.
+    ``end`` makes the links. ``told`` is the own address that the peer knows, ``address`` is the peer's; both may be empty.
     """
 
     def __init__(self, end: End, told: bytes, address: bytes, peer: str, post: Callable[[Message], Awaitable[None]]) -> None:
@@ -41,9 +41,9 @@ class Plane:
         self.generation = 0
 
     async def link(self, generation: int | None = None) -> Link:
-        """The link to send and receive on; for what was asked for in a ``generation``, only while that lasts.
+        """The link to send and receive on; for requests of a ``generation``, only while that lasts.
 
-        :raises Disconnected: the session is over, the generation too, or the peer's data plane cannot be reached.
+        :raises Disconnected: the session is over, or the generation, or the peer's data plane cannot be reached.
         :raises Unavailable: this end, or the peer's, cannot be made.
         """
         async with self._making:
@@ -59,7 +59,7 @@ class Plane:
             return self._link
 
     async def drop(self, link: Link | None = None) -> None:
-        """Stop all that is under way on ``link`` (the present one, if none is given), even when this is cancelled: once it returns
+        """Stop everything under way on ``link`` (by default the present one), even when this is cancelled: once it returns
         no buffer is read or written any more."""
         link = self._link if link is None else link
         if link is not None and self._link is link:
@@ -73,7 +73,7 @@ class Plane:
                 await self._post(Moved(b""))
 
     def moved(self, message: Moved) -> None:
-        """The peer's end is elsewhere."""
+        """Note that the peer's end has another address."""
         if message.address != self._address and self._link is not None:
             self.generation += 1
             self._give_up(self._link)
@@ -81,7 +81,7 @@ class Plane:
         self._news.set()
 
     async def answer(self) -> None:
-        """Tell the peer, which asks, where this end is, or why there is none."""
+        """Tell the peer, which asks, the address of this end, or why there is none."""
         if self._is_answering:
             return
         self._is_answering = True
@@ -93,7 +93,7 @@ class Plane:
         await self._post(Moved(address, failure=failure))
 
     def follow(self, generation: int) -> None:
-        """The peer has reset its end: so does this one, if it did not yet."""
+        """Reset this end because the peer has reset its own, unless that is already done."""
         if generation > self.generation:
             self.generation = generation
             self._give_up(self._link)
@@ -115,7 +115,7 @@ class Plane:
             await link.abort()
 
     async def _connected(self) -> Link:
-        """An address may be that of an end that is no more: then the peer is asked, once."""
+        """A link; if the known address fails, it may be that of an end that is gone, so the peer is asked, once."""
         await self._meet()
         try:
             return await self._reached()
@@ -133,7 +133,7 @@ class Plane:
         return link
 
     async def _meet(self) -> None:
-        """See to it that each end knows where the other one is."""
+        """Make sure that each end knows the address of the other one."""
         own = await self._end.address()
         asks = not self._address
         if asks:
@@ -171,7 +171,7 @@ class Plane:
 
 
 async def surely(task: asyncio.Future[Any]) -> None:
-    """Wait for a task to end, whatever becomes of it; if the caller is cancelled meanwhile, it waits on, and is cancelled then."""
+    """Wait for a task to end, whatever its outcome. If the caller is cancelled meanwhile, it keeps waiting, and is cancelled afterwards."""
     cancelled: asyncio.CancelledError | None = None
     while not task.done():
         try:

@@ -1,4 +1,4 @@
-"""Choosing the transport that a url asks for."""
+"""Chooses the transport for a url."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _made: dict[str, Transport] = {}
 def transport_for(url: str) -> Transport:
     """The transport of a url's scheme: one instance in a process.
 
-    :raises InvalidInput: no transport has this scheme; lists those that there are.
+    :raises InvalidInput: no transport has this scheme; the error lists those that exist.
     """
     scheme = urlsplit(url).scheme
     make = _KINDS.get(scheme)

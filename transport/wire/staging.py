@@ -1,8 +1,8 @@
-"""Memory that a training shares with the process that runs UCX for it: one region for what leaves, one for what arrives.
+"""Memory that a training shares with the process that runs UCX for it: one region for bytes that leave, one for bytes that arrive.
 
-Neither side can change the size of a region, so that neither can make the other end by SIGBUS; and only one side can write to it. What is
-sent is copied in by the training, and what arrives is copied out before its digest is compared: what the helper does to a region later
-changes nothing.
+Neither side can change the size of a region, so that neither can kill the other by SIGBUS, and only one side can write to it. The training
+copies in what is sent, and copies out what arrives before it compares digests, so whatever the helper does to a region later changes
+nothing.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ PART_BYTES = 4 << 20
 """A longer message travels in parts."""
 
 _ALIGNED = 4096
-_TRANSFERS = 1024  # that may be under way in a region: UCX looks at each
+_TRANSFERS = 1024  # the most that may be under way in a region: UCX looks at each
 _F_ADD_SEALS, _SEAL, _SHRINK, _GROW, _FUTURE_WRITE = 1033, 1, 2, 4, 16
 
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """Some of a region, and whose."""
+    """A part of a region, and its owner."""
 
     start: int
     length: int
@@ -35,15 +35,15 @@ class Stretch:
 
     @property
     def end(self) -> int:
-        """The place where the next one may begin."""
+        """The place where the next stretch may begin."""
         return self.start + max(-(-self.length // _ALIGNED), 1) * _ALIGNED
 
 
 class Lending:
-    """Who has which stretch of ``size`` bytes; belongs to the loop thread.
+    """Lends out stretches of ``size`` bytes; belongs to the loop thread.
 
-    The lowest free stretch is lent first: what is used again and again stays in the processor's cache. An owner gets no more than is left
-    to the others: one whose peer stands still cannot keep all.
+    The lowest free stretch is lent first, since memory that is used again and again stays in the processor's cache. An owner gets no more
+    than what is left to the others, so that one whose peer stands still cannot keep everything.
     """
 
     def __init__(self, size: int) -> None:
@@ -66,7 +66,7 @@ class Lending:
         for waiting, _, future in self._waiting:
             if waiting is owner and not future.done():
                 future.set_exception(error)
-                future.exception()  # looked at: who began it may wait no more
+                future.exception()  # marks it as retrieved: the task that began it may wait no more
 
     async def take(self, owner: object, length: int) -> Stretch:
         """Room for some bytes, at most ``PART_BYTES``; waits its turn."""
@@ -84,7 +84,7 @@ class Lending:
             raise
 
     def give_back(self, stretch: Stretch) -> None:
-        """Nobody reads or writes there any more."""
+        """Take back a stretch that nobody reads or writes any more."""
         self._count -= 1
         self._lent[id(stretch.owner)] -= stretch.end - stretch.start
         if not self._lent[id(stretch.owner)]:
@@ -95,7 +95,7 @@ class Lending:
         self._serve()
 
     def _serve(self) -> None:
-        """Serve waiting callers in turn; a later request never comes first."""
+        """Serve waiting callers in turn; of one owner, a later request never comes first."""
         late: set[int] = set()
         left: deque[tuple[object, int, asyncio.Future[Stretch]]] = deque()
         for owner, length, future in self._waiting:
@@ -128,7 +128,7 @@ class Lending:
         return None
 
     def _join(self, start: int) -> None:
-        """Make one hole of those that touch the one at ``start``."""
+        """Merge the hole at ``start`` with the holes that touch it."""
         place = next(index for index, hole in enumerate(self._holes) if hole[0] == start)
         for left in (place, place - 1):
             if 0 <= left < len(self._holes) - 1 and self._holes[left][1] == self._holes[left + 1][0]:
@@ -136,7 +136,7 @@ class Lending:
 
 
 class Region(Lending):
-    """Shared memory of which stretches are lent out. Pages are taken when they are first used."""
+    """Shared memory whose stretches are lent out. Pages are allocated when they are first used."""
 
     def __init__(self, name: str, size: int, *, is_written_here: bool) -> None:
         super().__init__(size)
@@ -147,18 +147,18 @@ class Region(Lending):
         self._memory = memoryview(mmap.mmap(self.fd, size, mmap.MAP_SHARED, protection))
 
     def hand_over(self, *, is_writable_there: bool) -> None:
-        """Close our descriptor; from now on nobody else maps it for writing, unless that was agreed."""
+        """Close our descriptor; from now on nobody else can map it for writing, unless that was agreed."""
         fcntl.fcntl(self.fd, _F_ADD_SEALS, _SEAL | (0 if is_writable_there else _FUTURE_WRITE))
         os.close(self.fd)
         self.fd = -1
 
     def close(self, error: Exception) -> None:
-        """Give ``error`` to callers that wait for room, now or later. The memory goes with the last view of it."""
+        """Give ``error`` to callers that wait for room, now or later. The memory is freed with the last view of it."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
         super().close(error)
 
     def view(self, stretch: Stretch) -> memoryview:
-        """The memory itself."""
+        """The memory of a stretch."""
         return self._memory[stretch.start : stretch.start + stretch.length]

@@ -1,4 +1,4 @@
-"""Control frames over TCP, with TLS where it is asked for: four bytes of length, then the frame."""
+"""Control frames over TCP, with TLS if it is asked for: four bytes of length, then the frame."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from .visitors import Visitors
 __all__ = ["JOIN", "TcpChannel", "TcpListener", "client_context", "dial", "listen", "split"]
 
 JOIN = b"Datum\0\0\2"
-"""What a connection for data begins with. A frame begins with a zero, TLS with 22."""
+"""The first bytes of a data connection. A frame begins with a zero, TLS with 22."""
 
 _LENGTH_BYTES = 4
 _TLS_FIRST = b"\x16"
-_TLS_HEAD_BYTES = 5  # type, version, and in two bytes the length of the first record
-_WORD_BYTES = 16 << 10  # as much as a record of TLS may have
+_TLS_HEAD_BYTES = 5  # type, version, and the length of the first record in two bytes
+_WORD_BYTES = 16 << 10  # as much as a TLS record may have
 _BUFFER_BYTES = 256 << 10
 _FLUSH_S = 1.0
 _TLS_S = 10.0
@@ -51,7 +51,7 @@ class TcpChannel(Channel):
         self._is_closed = False
         self._closing: asyncio.Future[None] | None = None
         socket_ = writer.get_extra_info("socket")
-        with contextlib.suppress(OSError):  # it is gone already, which the first use will say
+        with contextlib.suppress(OSError):  # it is already gone, which the first use will report
             set_up(socket_)
         keep_from_children(self, socket_)
 
@@ -66,7 +66,7 @@ class TcpChannel(Channel):
             raise self._lost(exc) from exc
 
     async def receive(self, limit: int) -> bytes:
-        """The next frame; its length is looked at before anything is read for it. It may be cancelled, and called again."""
+        """The next frame. Its length is checked before anything is read for it. This may be cancelled, and called again."""
         try:
             if self._is_closed:
                 raise ConnectionError("the connection was closed")
@@ -88,7 +88,7 @@ class TcpChannel(Channel):
             self._arrival.hold()
 
     async def close(self) -> None:
-        """Send what was handed over, for a second at most, and let go."""
+        """Send what was handed over, for a second at most, and close."""
         if self._closing is None:
             self._is_closed = True
             self._closing = asyncio.ensure_future(self._close())
@@ -116,7 +116,7 @@ _Arrive = Callable[[socket.socket, Arrival, bytes, Callable[[], None]], Coroutin
 
 
 class TcpListener(Listener):
-    """A listening socket. What arrives is sorted by its first bytes: TLS, a frame of control, or a connection for data."""
+    """A listening socket. Connections are sorted by their first bytes: TLS, a control frame, or a data connection."""
 
     def __init__(self, listening: socket.socket, url: str, word: Callable[[bytes], int], arrive: _Arrive, door: Door) -> None:
         self._socket, self.url, self._arrive = listening, url, arrive
@@ -126,7 +126,7 @@ class TcpListener(Listener):
         self._visitors = Visitors(listening, door, word=word, arrived=self._begin, name=url)
 
     async def close(self) -> None:
-        """Take no more peers; those that have not said a word are gone."""
+        """Accept no more peers; connections that have not said a word are closed."""
         self._visitors.close()
         silent = dict(self._silent)
         for task in silent:
@@ -155,8 +155,8 @@ Join = Callable[[socket.socket, ssl.SSLContext | None, Arrival], Awaitable[None]
 
 
 async def listen(url: str, accept: Accept, *, tls: Tls | None = None, join: Join | None = None, door: Door | None = None) -> TcpListener:
-    """Listen on ``scheme://host:port``; ``accept`` runs for each peer once it has said a word. ``join`` gets connections for data as
-    they arrive: not a byte of them was read.
+    """Listen on ``scheme://host:port``; ``accept`` runs for each peer once it has said a word. ``join`` gets data connections as they
+    arrive, before any byte of them is read.
 
     :raises Unavailable: the address cannot be bound.
     :raises InvalidInput: the url names no host and port, or a file for TLS is missing.
@@ -215,10 +215,10 @@ def _let_go(connection: socket.socket, arrival: Arrival) -> None:
 
 
 def _word(said: bytes, *, is_tls: bool, has_data: bool) -> int:
-    """The length of the first message, as far as its first bytes say it; 0 if it is no frame, where TLS is spoken no record of it, and
-    no connection for data either."""
+    """The length of the first message, as far as its first bytes tell; 0 if they begin neither a frame (or, with TLS, a TLS record) nor a
+    data connection."""
     if has_data and said and JOIN.startswith(said):
-        return len(JOIN)  # it looks after itself
+        return len(JOIN)  # the join itself checks the rest
     known = _TLS_HEAD_BYTES if is_tls else _LENGTH_BYTES
     if is_tls and said and said[:1] != _TLS_FIRST:
         return 0
@@ -229,7 +229,7 @@ def _word(said: bytes, *, is_tls: bool, has_data: bool) -> int:
 
 
 async def _channel(connection: socket.socket, context: ssl.SSLContext | None, arrival: Arrival) -> TcpChannel:
-    """An accepted connection as a channel, after TLS's handshake where there is any."""
+    """An accepted connection as a channel, after TLS's handshake if there is any."""
     loop = asyncio.get_running_loop()
     reader = asyncio.StreamReader(limit=_BUFFER_BYTES, loop=loop)
     protocol = asyncio.StreamReaderProtocol(reader, loop=loop)
@@ -245,7 +245,7 @@ async def _channel(connection: socket.socket, context: ssl.SSLContext | None, ar
 async def dial(url: str, *, timeout_s: float, tls: Tls | None = None) -> TcpChannel:
     """Connect to ``scheme://host:port``.
 
-    :raises Disconnected: nobody answers there in time, or what answers cannot be trusted.
+    :raises Disconnected: nobody answers there in time, or the one that answers cannot be trusted.
     """
     _, host, port = split(url)
     context = client_context(tls)
@@ -274,7 +274,7 @@ async def _visit(accept: Callable[[Channel], Awaitable[None]], channel: TcpChann
 
 
 async def _first_address(host: str, port: int) -> str:
-    """One address of a host, IPv4 if it has any: several would get several ports where any is asked for."""
+    """One address of a host, IPv4 if it has any: with several addresses, port 0 would give several ports."""
     found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     *_, place = min(found, key=lambda each: each[0] != socket.AF_INET)
     return str(place[0])

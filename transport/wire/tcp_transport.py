@@ -1,4 +1,4 @@
-"""``tcp://host:port``: control frames over a connection of ours, and data over further ones to the same port (``lanes``)."""
+"""``tcp://host:port``: control frames over a connection of ours, and data over further connections to the same port (``lanes``)."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _HEADER_S = 10.0
 
 
 class TcpTransport(Transport):
-    """Our own. Connections for data find their session by its name, whatever port of this process they came to."""
+    """Our own transport. Data connections find their session by its name, whichever port of this process they came to."""
 
     scheme = "tcp"
 
     @property
     def planes(self) -> tuple[str, ...]:
-        """Our own."""
+        """Only our own plane."""
         return ("tcp",)
 
     def __init__(self) -> None:
@@ -58,30 +58,30 @@ class TcpTransport(Transport):
 
     @property
     def located(self) -> bytes:
-        """Nowhere: our own plane is a session's."""
+        """An empty address: our own plane belongs to a session."""
         return b""
 
     async def address(self) -> bytes:
-        """There is none.
+        """Raise: there is no address of the whole process.
 
         :raises Unavailable: always.
         """
         raise Unavailable("tcp:// carries bytes within a session only")
 
     async def link(self, address: bytes) -> Link:
-        """There is none.
+        """Raise: there are only links of sessions.
 
         :raises Unavailable: always.
         """
         raise Unavailable("tcp:// carries bytes within a session only")
 
     async def close(self) -> None:
-        """End every data plane; the sessions find out."""
+        """End every data plane; the sessions will notice."""
         for lanes in list(self._sessions.values()):
             await lanes.leave()
 
     def cut(self) -> int:
-        """Break every connection for data, as a network does; how many there were. For tests."""
+        """Break every data connection, as a network does; returns how many there were. For tests."""
         return sum(lanes.cut() for lanes in self._sessions.values())
 
     def _forget(self, name: bytes) -> None:
@@ -102,7 +102,7 @@ class TcpTransport(Transport):
             connection.close()
             arrival.release()
         else:
-            arrival.hold()  # the name is the peer's alone
+            arrival.hold()  # only the peer knows the name
             lanes.join(connection, join, context, arrival.release)
 
 

@@ -1,4 +1,4 @@
-"""What is under way on a link, each in a task of its own, which goes on when whoever began it is cancelled."""
+"""The transfers under way on a link, each in a task of its own, which continues when the caller that began it is cancelled."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ class Transfers:
         return task
 
     async def run(self, work: Coroutine[Any, Any, None]) -> None:
-        """Wait for a task that goes on if the caller is cancelled."""
+        """Wait for a task that continues if the caller is cancelled."""
         await asyncio.shield(self.begin(work))
 
     async def end(self) -> None:
-        """Wait until none is left."""
+        """Wait until no task is left."""
         while self._tasks:
             await asyncio.wait(list(self._tasks))
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled():
-            task.exception()  # looked at: who began it may wait no more
+            task.exception()  # marks it as retrieved: the task that began it may wait no more

@@ -1,7 +1,7 @@
 """Bytes over UCX: control frames over our own TCP channel, data as tag messages between workers that run in processes of their own.
 
-UCX's own listeners are not used: they bind every interface and authenticate nobody. A worker's port cannot be helped; so UCX runs in a
-process that has nothing to lose (``ucx_helper``), made when bytes are first to travel, and made anew when it ends.
+UCX's own listeners are not used: they bind every interface and authenticate nobody. The port of a worker cannot be avoided, so UCX runs in
+a process that has nothing to lose (``ucx_helper``). It is started when bytes first have to travel, and started anew when it ends.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ _logger = logging.getLogger(__name__)
 
 
 class UcxTransport(TcpTransport):
-    """``ucx://host:port``. One helper for a process, made on first use; it is bound to the devices of the addresses that are served or
-    dialled, and ends when this process does."""
+    """``ucx://host:port``. One helper for each process, started on first use. It is bound to the devices of the addresses that are served
+    or dialled, and ends when this process does."""
 
     scheme = "ucx"
 
@@ -57,20 +57,20 @@ class UcxTransport(TcpTransport):
     async def listen(
         self, url: str, accept: Callable[[Channel], Awaitable[None]], *, tls: Tls | None = None, door: Door | None = None
     ) -> Listener:
-        """Listen on one address; bytes over UCX then travel by its device, too."""
+        """Listen on one address; bytes over UCX may then also travel by its device."""
         listener = await super().listen(url, accept, tls=tls, door=door)
         await self.bind(urlsplit(listener.url).hostname)
         return listener
 
     async def dial(self, url: str, *, timeout_s: float, tls: Tls | None = None) -> Channel:
-        """Open a control channel; bytes over UCX then travel by its device, too."""
+        """Open a control channel; bytes over UCX may then also travel by its device."""
         channel = await super().dial(url, timeout_s=timeout_s, tls=tls)
         await self.bind(channel.host)
         return channel
 
     @property
     def planes(self) -> tuple[str, ...]:
-        """Ours and UCX's."""
+        """Our own plane and UCX."""
         return ("tcp", "ucx")
 
     @property
@@ -89,7 +89,7 @@ class UcxTransport(TcpTransport):
         return _told((await self._started()).address)
 
     async def link(self, address: bytes) -> Link:
-        """An endpoint to a worker."""
+        """An endpoint to a worker, as a link."""
         raw = _checked(address)
         helper = await self._started()
         assert self._threads is not None, "made with the helper"
@@ -128,9 +128,9 @@ class UcxTransport(TcpTransport):
             return self._helper
 
     async def _look_back(self) -> None:
-        """See why the last helper ended. After several that moved nothing there is none for a while.
+        """Check why the last helper ended. After several that moved nothing, no helper is started for a while.
 
-        :raises Unavailable: that is so.
+        :raises Unavailable: this is that while.
         """
         last, self._helper = self._helper, None
         if last is not None:
@@ -146,7 +146,8 @@ class UcxTransport(TcpTransport):
             raise Unavailable(f"{self._cause}; so did {_IN_VAIN} in a row that moved nothing: the next is started in {left:.0f} s")
 
     async def bind(self, host: str | None) -> None:
-        """Bytes are to travel by the device of this address, too; None: by all. A helper that lacks it gives way to one that has it."""
+        """Let bytes also travel by the device of this address; None: by all devices. A helper that lacks it is replaced by one that has
+        it."""
         device = device_of(host) if host is not None else None
         if device in self._devices:
             return
@@ -157,7 +158,8 @@ class UcxTransport(TcpTransport):
             await helper.close()
 
     def _environment(self) -> dict[str, str]:
-        """The devices that UCX uses: those of our addresses, and RDMA; all, if one of these has none or is every address."""
+        """The devices that UCX uses: those of our addresses, and RDMA; all devices if one of the addresses has no device or is every
+        address."""
         if None in self._devices:
             return {}
         found = sorted(device for device in self._devices if device is not None) or ["lo"]
@@ -171,7 +173,7 @@ def _told(raw: bytes) -> bytes:
 
 
 def _checked(address: bytes) -> bytes:
-    """UCX's part of an address. What is damaged on its way is found; what a peer makes up is the helper's risk."""
+    """UCX's part of an address. Damage in transit is detected; what a peer makes up is the helper's risk."""
     digest, raw = address[len(_MAGIC) : len(_MAGIC) + _DIGEST_BYTES], address[len(_MAGIC) + _DIGEST_BYTES :]
     if not address.startswith(_MAGIC) or not raw or blake3(raw).digest(_DIGEST_BYTES) != digest:
         raise PeerFault(f"the peer's address for data ({len(address)} bytes) is damaged, or none of UCX: does it serve ucx:// too?")

@@ -2,9 +2,9 @@
 
 OUT, IN and SOCKET are descriptors.
 
-Anyone who reaches UCX's TCP port may write to any address of the process that opened it, and a bad address of a peer ends it. So this one
-holds nothing worth having: no secret, no file, no memory but what is on its way. It is single-threaded: it waits for UCX and for orders at
-once, and reports everything that has ended by then in one go.
+Anyone who reaches UCX's TCP port may write to any address of the process that opened it, and a bad address from a peer ends that process.
+So this process holds nothing worth having: no secret, no file, and no memory except what is in transit. It is single-threaded: it waits for
+UCX and for orders at once, and reports everything that has ended by then together.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _IDLE_S = 1.0
 
 
 class Helper:
-    """One worker, its endpoints, and what is under way."""
+    """One worker, its endpoints, and the transfers under way."""
 
     def __init__(self, control: socket.socket, out: int, into: int) -> None:
         sys.modules.setdefault("dask", None)  # type: ignore[arg-type]  # not there: ucxx would import all of it for what only its benchmarks use
@@ -49,7 +49,7 @@ class Helper:
         self._out = self._into = memoryview(b"")
 
     def start(self) -> None:
-        """Make the worker, then give up what it was needed for."""
+        """Make the worker, then give up the rights that making it needed."""
         still_open = confinement.before()  # UCX has a thread as soon as there is a context
         context = self._libucxx.UCXContext({})
         resources = tuple(dict.fromkeys(_RESOURCE.findall(context.info)))
@@ -62,7 +62,7 @@ class Helper:
         self._say(Started(bytes(self._worker.address), versions, resources, tuple(still_open)))
 
     def serve(self) -> None:
-        """Do what is ordered, until nobody is there to order anything."""
+        """Follow orders until nobody is left to give any."""
         poller = select.epoll()
         poller.register(self._control, select.EPOLLIN)
         poller.register(self._worker.epoll_file_descriptor, select.EPOLLIN)
@@ -77,7 +77,7 @@ class Helper:
             while rounds < _ROUNDS and self._worker.progress_once():
                 rounds += 1
             if not rounds:
-                self._worker.progress()  # which also cancels what is under way on endpoints that broke
+                self._worker.progress()  # which also cancels transfers on endpoints that broke
             is_idle = not self._look() and not rounds
 
     def _listen(self) -> bool:
@@ -130,7 +130,7 @@ class Helper:
             self._under_way[order.number] = order.link, request
 
     def _look(self) -> bool:
-        """Report what has ended; whether anything has."""
+        """Report what has ended; returns whether anything has."""
         ended = [number for number, (_, request) in self._under_way.items() if request.completed]
         for number in ended:
             _, request = self._under_way.pop(number)
@@ -177,11 +177,11 @@ def main() -> None:
     try:
         helper = Helper(control, out, into)
         helper.start()
-    except Exception as exc:  # whatever it is, the training tells
+    except Exception as exc:  # whatever it is, the training reports it
         control.sendall(frame(Failed(f"{exc}"[:500] or type(exc).__name__)))
         return
     helper.serve()
-    ctypes.CDLL(None)._exit(0)  # nothing is to be wound up, and UCX's threads need not be waited for
+    ctypes.CDLL(None)._exit(0)  # there is nothing to wind up, and UCX's threads need not be waited for
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""One endpoint of UCX, which a helper holds, and what is under way on it."""
+"""One endpoint of UCX, held by a helper, and the transfers under way on it."""
 
 from __future__ import annotations
 
@@ -18,21 +18,22 @@ from .ucx_process import Helper, fail
 __all__ = ["UcxLink"]
 
 _ABORTED = "the link was aborted"
-_COPIED_AT_ONCE = 256 << 10  # on the loop's thread: waking another one takes as long
+_COPIED_AT_ONCE = 256 << 10  # on the loop's thread: waking another thread takes as long
 
 
 class UcxLink(Link):
     """Tag messages to and from one peer; UCX matches tags over all peers of the helper.
 
-    What is sent is copied into the helper's memory, what arrives out of it: whoever checks it afterwards checks bytes that nobody else can
-    change. A message of more than ``PART_BYTES`` travels as several with its tag, which UCX keeps in order. UCX finds one that is longer
-    than the memory; a shorter one leaves the rest of the memory as it was, and nothing says so: the digest finds it.
+    What is sent is copied into the helper's memory, and what arrives is copied out of it, so a later check covers bytes that no other
+    process can change. A message of more than ``PART_BYTES`` travels as several with its tag, which UCX keeps in order. UCX notices a
+    message that is longer than the memory. A shorter one leaves the rest of the memory as it was, and nothing reports that: the digest
+    reveals it.
     """
 
     def __init__(self, helper: Helper, number: int, threads: ThreadPoolExecutor, on_abort: Callable[[UcxLink], None]) -> None:
         self._helper, self._number, self._threads, self._on_abort = helper, number, threads, on_abort
         self._transfers = Transfers()
-        self._waiting: set[asyncio.Future[None]] = set()  # for the helper
+        self._waiting: set[asyncio.Future[None]] = set()  # wait for the helper
         self._unposted: set[asyncio.Future[None]] = set()
         self._aborting: asyncio.Task[None] | None = None
 
@@ -53,13 +54,13 @@ class UcxLink(Link):
             raise PeerFault(f"the message of tag {tag} has more than the {into.nbytes} bytes that were waited for") from exc
 
     async def posted(self) -> None:
-        """Wait until each receive that was begun has memory of the helper's to go to."""
+        """Wait until each receive that was begun has memory in the helper."""
         await asyncio.sleep(0)
         if self._unposted:
             await asyncio.wait(list(self._unposted))
 
     async def abort(self) -> None:
-        """Abort; takes only as long as the copies that are under way, whatever the peer and the helper do."""
+        """Abort; takes only as long as the copies under way, whatever the peer and the helper do."""
         if self._aborting is None:
             self._aborting = asyncio.create_task(self._abort())
         await asyncio.shield(self._aborting)

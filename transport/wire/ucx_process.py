@@ -29,14 +29,14 @@ _OUT_BYTES, _IN_BYTES = 64 << 20, 128 << 20
 _START_S = 60.0
 _END_S = 2.0
 _CLOSE_S = 5.0
-_SAID_BYTES = 256 << 10  # of what UCX logs is passed on
+_SAID_BYTES = 256 << 10  # bytes of UCX's log that are passed on
 _ETHERNET = ("tcp/", "self/")
 _KEPT = ("PATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "TZ", "VIRTUAL_ENV", "PYTHONHOME")
 _OURS = {
-    "UCX_TLS": "^sm,cuda",  # a peer's address names what is opened and dialled: other processes' memory is not among it
-    "UCX_TCP_TX_SEG_SIZE": "1M",  # the defaults move a third
+    "UCX_TLS": "^sm,cuda",  # a peer's address decides what is opened and dialled: other processes' memory is excluded
+    "UCX_TCP_TX_SEG_SIZE": "1M",  # the defaults move a third of what this moves
     "UCX_TCP_RX_SEG_SIZE": "1M",
-    "UCX_TCP_CONN_NB": "y",  # an address that does not answer holds nothing up
+    "UCX_TCP_CONN_NB": "y",  # an address that does not answer blocks nothing
     "UCX_LOG_FILE": "stderr",
     "UCX_WARN_UNUSED_ENV_VARS": "n",
     "UCX_HANDLE_ERRORS": "none",  # it just ends, and its last words are passed on
@@ -51,10 +51,10 @@ class _Transfer:
 
 
 class Helper:
-    """A helper, made by ``start``; belongs to the loop thread.
+    """A helper, created by ``start``; belongs to the loop thread.
 
-    Where it is, ``address`` says; what it could not be forbidden ``open``. Once it ``is_over``, everything raises ``Disconnected``,
-    which says why it ended.
+    ``address`` says where it is, ``open`` what it could not be forbidden. Once it ``is_over``, everything raises ``Disconnected``,
+    with the reason why it ended.
     """
 
     def __init__(self, process: subprocess.Popen[bytes], control: socket.socket, said: IO[bytes], out: Region, into: Region) -> None:
@@ -79,9 +79,9 @@ class Helper:
 
     @classmethod
     async def start(cls, environment: dict[str, str]) -> Helper:
-        """A process that waits for orders. ``environment`` has what this process does not set for UCX itself.
+        """A process that waits for orders. ``environment`` has the settings of UCX that this class does not set itself.
 
-        :raises Unavailable: it does not start; says why.
+        :raises Unavailable: it does not start; the error says why.
         """
         here, there = socket.socketpair()
         read_end, write_end = os.pipe()
@@ -111,7 +111,7 @@ class Helper:
 
     @property
     def error(self) -> DatastatesError | None:
-        """The reason why it ended."""
+        """The reason why it ended, if it has."""
         return self._error
 
     @property
@@ -124,10 +124,10 @@ class Helper:
         self._end(Disconnected("the data plane was closed"))
         await asyncio.shield(self._ended)
 
-    # --- what it is asked to do -------------------------------------------------------------------------------------------
+    # --- orders to the helper ---------------------------------------------------------------------------------------------
 
     async def connect(self, address: bytes) -> int:
-        """A link to a worker; its number."""
+        """The number of a new link to a worker."""
         link = next(self._numbers)
         self._order(Connect(link, address))
         made = self._connecting[link] = self._loop.create_future()
@@ -139,7 +139,7 @@ class Helper:
         return link
 
     async def disconnect(self, link: int) -> None:
-        """Let go of a link. A helper that does not within seconds is ended: it hangs."""
+        """Release a link. A helper that does not do so within seconds hangs, and is ended."""
         if self.is_over:
             return
         closed = self._closing[link] = self._loop.create_future()
@@ -149,11 +149,11 @@ class Helper:
             self._end(Disconnected(f"the process that runs UCX (pid {self.pid}) does not answer any more"))
 
     def send(self, link: int, tag: int, stretch: Stretch) -> asyncio.Future[None]:
-        """Send what lies in a stretch of ``out``, which is given back afterwards; ``done`` if nobody waits any more."""
+        """Send the bytes in a stretch of ``out``, which is then given back; the future is done early if nobody waits any more."""
         return self._begin(self.out, stretch, Send(next(self._numbers), link, tag, stretch.start, stretch.length))
 
     def receive(self, link: int, tag: int, stretch: Stretch) -> asyncio.Future[None]:
-        """Receive into a stretch of ``into``. If that succeeds while the future is waited for, giving it back is the caller's."""
+        """Receive into a stretch of ``into``. If that succeeds while the future is waited for, the caller gives the stretch back."""
         return self._begin(self.into, stretch, Receive(next(self._numbers), link, tag, stretch.start, stretch.length))
 
     def _begin(self, region: Region, stretch: Stretch, order: Send | Receive) -> asyncio.Future[None]:
@@ -177,7 +177,7 @@ class Helper:
         assert self._error is not None
         return again(self._error)
 
-    # --- what it says -----------------------------------------------------------------------------------------------------
+    # --- reports from the helper ------------------------------------------------------------------------------------------
 
     def take(self, report: Report) -> None:
         """Act on a report.
@@ -243,7 +243,7 @@ class Helper:
         self._order(Go(is_registered))
 
     def lost(self, problem: str | None = None) -> None:
-        """Its end of the socket is closed, or it says what makes no sense."""
+        """Note that the helper's end of the socket is closed, or that it reports nonsense."""
         self._end(Disconnected(problem) if problem else None)
 
     def _end(self, error: DatastatesError | None) -> None:
@@ -256,7 +256,7 @@ class Helper:
             self._process.kill()
         try:
             await asyncio.to_thread(self._reap)
-        finally:  # the loop may be stopped meanwhile, which waits for this
+        finally:  # the loop may be stopped meanwhile, and that waits for this
             if not is_told:
                 self._error = Disconnected(
                     f"the process that runs UCX (pid {self.pid}) {_cause(self._process.returncode)}{self._words.last}"
@@ -287,8 +287,8 @@ class Helper:
             region.close(error)
 
     def leave(self) -> None:
-        """Forget the helper in a forked child: it is the parent's."""
-        self._process.returncode = 0  # or its end would be waited for here
+        """Forget the helper in a forked child: it belongs to the parent."""
+        self._process.returncode = 0  # or else its end would be waited for here
         self._control.close()
         self._said.close()
 
@@ -301,7 +301,7 @@ class _Protocol(asyncio.Protocol):
         try:
             for report in self._inbox.take(data):
                 self._helper.take(report)
-        except ValueError as exc:  # msgspec's errors are among these
+        except ValueError as exc:  # includes msgspec's errors
             self._helper.lost(f"the process that runs UCX was ended: it reports what makes no sense ({exc})")
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -309,7 +309,7 @@ class _Protocol(asyncio.Protocol):
 
 
 class _Words(asyncio.Protocol):
-    """The log of UCX, which goes to standard error, and its last words, which say why it ended."""
+    """The log of UCX, which is copied to standard error, and its last words, which say why it ended."""
 
     def __init__(self) -> None:
         self._lines: deque[str] = deque(maxlen=3)
@@ -318,7 +318,7 @@ class _Words(asyncio.Protocol):
 
     @property
     def last(self) -> str:
-        """The last words, to be put behind the cause."""
+        """The last words, to be appended to the cause."""
         return f", and said: {' / '.join(self._lines)}" if self._lines else ""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -346,7 +346,7 @@ def _spawn(descriptors: tuple[int, int, int], words: int, environment: dict[str,
     }
     places = [os.path.abspath(place) for place in sys.path if place]
     root = str(Path(__file__).resolve().parents[3])
-    # NumPy is not to start threads, which would keep what they had before the helper gave it up
+    # NumPy must not start threads, which would keep rights that the helper gives up later
     own = {
         "OPENBLAS_NUM_THREADS": "1",
         "OMP_NUM_THREADS": "1",
@@ -372,7 +372,7 @@ def fail(future: asyncio.Future[Any], error: DatastatesError) -> None:
     """Give the error to the waiting task, unless it is done."""
     if not future.done():
         future.set_exception(error)
-        future.exception()  # looked at: who began it may wait no more
+        future.exception()  # marks it as retrieved: the task that began it may wait no more
 
 
 def _settle(future: asyncio.Future[None], error: DatastatesError | None) -> None:
@@ -411,7 +411,7 @@ def _leave_all() -> None:
     _alive.clear()
     for helper in _inherited:
         helper.leave()
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(_inherited))  # what asyncio has of them belongs to the parent's loop: never touched here
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(_inherited))  # asyncio's parts of them belong to the parent's loop: never touched here
 
 
 os.register_at_fork(after_in_child=_leave_all)

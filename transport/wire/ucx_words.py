@@ -1,7 +1,7 @@
-"""What a training and the process that runs UCX for it say to each other: frames of MessagePack on a socket between the two.
+"""The messages between a training and the process that runs UCX for it: frames of MessagePack on a socket between the two.
 
-Orders go to the helper, reports come back. Either side takes what it hears for what it is, bytes from a process that may have been taken
-over: every field has its bounds, and what nobody asked for ends the helper.
+Orders go to the helper, reports come back. Either side treats what it receives as bytes from a process that may have been taken over: every
+field has bounds, and a report that nobody asked for ends the helper.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _Text = Annotated[str, Meta(max_length=500)]
 
 
 class Started(Struct, frozen=True, tag=0, array_like=True):
-    """The worker is made. ``resources`` are its transports with their devices (``tcp/eth0``); ``open`` is what could not be forbidden."""
+    """The worker is ready. ``resources`` are its transports with their devices (``tcp/eth0``); ``open`` is what could not be forbidden."""
 
     address: _Address
     versions: tuple[_Text, _Text]
@@ -54,7 +54,7 @@ class Started(Struct, frozen=True, tag=0, array_like=True):
 
 
 class Go(Struct, frozen=True, tag=1, array_like=True):
-    """The memory may be mapped: what is sent for writing too, where devices do not take it otherwise."""
+    """The memory may be mapped: the outgoing region for writing too, if devices do not accept it otherwise."""
 
     is_writable: bool
 
@@ -74,7 +74,7 @@ class Connected(Struct, frozen=True, tag=3, array_like=True):
 
 
 class Send(Struct, frozen=True, tag=4, array_like=True):
-    """Send what lies in the outgoing memory."""
+    """Send bytes from the outgoing memory."""
 
     number: _Number
     link: _Number
@@ -102,13 +102,13 @@ class Ended(Struct, frozen=True, tag=6, array_like=True):
 
 
 class Close(Struct, frozen=True, tag=7, array_like=True):
-    """Stop what is under way on an endpoint, and let go of it."""
+    """Stop what is under way on an endpoint, and release it."""
 
     link: _Number
 
 
 class Closed(Struct, frozen=True, tag=8, array_like=True):
-    """An endpoint is no more: all that was under way on it has ended."""
+    """An endpoint is gone: everything under way on it has ended."""
 
     link: _Number
 
@@ -126,22 +126,22 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 def frame(message: Order | Report) -> bytes:
-    """The frame as it travels."""
+    """The message as a frame."""
     body = _encode(message)
     return len(body).to_bytes(_HEADER, "little") + body
 
 
 class Inbox(Generic[_T]):
-    """Puts frames together again."""
+    """Reassembles frames."""
 
     def __init__(self, decoder: msgspec.msgpack.Decoder[_T]) -> None:
         self._decode = decoder.decode
         self._rest = bytearray()
 
     def take(self, data: bytes) -> Iterator[_T]:
-        """The messages that are whole now.
+        """The messages that are complete now.
 
-        :raises ValueError: these are none.
+        :raises ValueError: these are no messages.
         """
         rest = self._rest
         rest += data
@@ -158,10 +158,10 @@ class Inbox(Generic[_T]):
 
 
 def orders() -> Inbox[Order]:
-    """The orders that the helper hears."""
+    """The inbox for the orders that the helper receives."""
     return Inbox(msgspec.msgpack.Decoder(Order))
 
 
 def reports() -> Inbox[Report]:
-    """The reports that the training hears."""
+    """The inbox for the reports that the training receives."""
     return Inbox(msgspec.msgpack.Decoder(Report))

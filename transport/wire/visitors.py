@@ -1,7 +1,7 @@
-"""Connections at a listening socket that have not said a whole first word: each costs a descriptor and a look, but no task.
+"""Connections at a listening socket that have not sent a complete first word: each costs a descriptor and a check, but no task.
 
-A crowd that only connects is taken in batches: beyond a rate that honest clients do not reach, the listener looks twenty times a second, so
-that a training beside it is not woken for each of them. The kernel keeps the rest meanwhile, which costs nothing.
+A crowd that only connects is accepted in batches: beyond a rate that honest clients do not reach, the listener checks twenty times a
+second, so that a training beside it is not woken for each connection. The kernel holds the rest meanwhile, which costs nothing.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from .sockets import keep_from_children
 __all__ = ["HEAD_BYTES", "Visitors"]
 
 HEAD_BYTES = 8
-"""So much of a first word says what it is and how long."""
+"""How many bytes of a first word suffice to tell what it is and how long."""
 
 _AT_ONCE = 64
-_BURST = 32  # connections that are taken as they come, and so many more each second; an honest clone makes three
+_BURST = 32  # connections that are accepted as they come, and as many more each second; an honest clone makes three
 _TICK_S = 0.05
 _PAUSE_S = 1.0
 _SHORT = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
@@ -33,11 +33,11 @@ _logger.addFilter(Seldom())
 
 
 class Visitors:
-    """Takes connections from ``listening`` through a ``door`` until ``close``; belongs to the loop thread.
+    """Accepts connections from ``listening`` through a ``door`` until ``close``; belongs to the loop thread.
 
-    ``word`` gets the first bytes, ``head_bytes`` at most, and says how many there must be in all; 0: they are nothing that could be
-    ours. ``arrived`` gets each connection whose first word is there, and its first bytes; nothing of it was read. With
-    ``is_crowd_silent`` one that has said a whole word does not count to a crowd.
+    ``word`` gets the first bytes, at most ``head_bytes``, and returns how many there must be in all; 0 means that they cannot be ours.
+    ``arrived`` gets each connection whose first word is there, with its first bytes, none of which has been read from the socket. With
+    ``is_crowd_silent`` a connection that has sent a complete word does not count as part of a crowd.
     """
 
     def __init__(
@@ -60,11 +60,11 @@ class Visitors:
         self._credit, self._counted_at = float(_BURST), self._loop.time()
         self._rest: asyncio.TimerHandle | None = None
         self._is_closed = False
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, self.least)  # what is accepted inherits it
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, self.least)  # accepted connections inherit it
         self._go_on()
 
     def close(self) -> None:
-        """Take no more; those that are here are gone. Idempotent."""
+        """Accept no more; connections that are still here are closed. Idempotent."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -76,7 +76,7 @@ class Visitors:
             visitor.leave()
 
     def spoke(self) -> None:
-        """A connection has said its first word."""
+        """Note that a connection has sent its first word."""
         if self._is_crowd_silent:
             self._credit = min(_BURST, self._credit + 1)
 
@@ -95,7 +95,7 @@ class Visitors:
                 connection, address = self._socket.accept()
             except BlockingIOError:
                 return self._count(taken)
-            except OSError as exc:  # no descriptors, no memory, or whoever it was left
+            except OSError as exc:  # no descriptors, no memory, or the client left
                 _logger.warning("no connection can be taken at %s: %s", self._name, exc)
                 return self._pause(_PAUSE_S if exc.errno in _SHORT else _TICK_S)
             connection.setblocking(False)
@@ -112,7 +112,7 @@ class Visitors:
 
 
 class _Visitor:
-    """One of them."""
+    """One such connection."""
 
     __slots__ = ("_arrival", "_connection", "_is_waiting", "_loop", "_visitors", "_wanted")
 
@@ -122,7 +122,7 @@ class _Visitor:
         self._arrival: Arrival | None = None
 
     def enter(self, address: str) -> None:
-        """Take a place, if there is one, and see what was said already."""
+        """Take a place, if there is one, and look at what has already been sent."""
         self._arrival = self._visitors.door.enter(address, self._connection.fileno(), self._end)
         if self._arrival is None:
             self._connection.close()
@@ -132,7 +132,7 @@ class _Visitor:
         self._look()
 
     def leave(self) -> None:
-        """Close it."""
+        """Close the connection."""
         self._stop_waiting()
         self._connection.close()
         assert self._arrival is not None, "it was let in"
@@ -157,7 +157,7 @@ class _Visitor:
         return self._wait(wanted)
 
     def _wait(self, wanted: int) -> None:
-        """Be woken when so much is there, and not before."""
+        """Arrange to be woken when so much is there, and not before."""
         if wanted != self._wanted:
             self._wanted = wanted
             self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, wanted)
@@ -179,7 +179,7 @@ class _Visitor:
             self._loop.remove_reader(self._connection)
 
     def _end(self) -> None:
-        """Its time is up, or others need its place. Whoever waits on it by now, in whatever layer, hears of it and closes it."""
+        """End it: its time is up, or others need its place. Whichever layer waits on it by now notices and closes it."""
         if self in self._visitors.here:
             self.leave()
         else:
