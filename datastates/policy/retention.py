@@ -9,10 +9,10 @@ Words may stand in any order, separated by blanks or commas. A state stays if an
     best:N:METRIC[:max]     the N best by a metric, of each branch; without ``:min`` or ``:max`` as the metric's name says
     every:K                 the first at or after every K-th step
     interval:T              the first of every time span, such as 30m or 2h
-    within:T                the states of the last so much time
+    within:T                the states of the last time span, such as 7d
     thin:N                  about N for each doubling of the distance from the newest
-    tagged                  nothing but what always stays
-    at-most:SIZE            no more than so many bytes: older states are thinned until it is so
+    tagged                  nothing but the states that always stay
+    at-most:SIZE            at most this many bytes: older states are thinned until they fit
     at-most:half            half of what the disk has room for
 
 A metric whose name has characters that words do not have goes in double quotes.
@@ -107,7 +107,7 @@ class Retention:
 
     @classmethod
     def tagged(cls) -> Self:
-        """Keeps nothing but what always stays."""
+        """Keeps nothing but the states that always stay."""
         return cls((Tagged(),))
 
     @classmethod

@@ -78,7 +78,7 @@ class All:
 
 @dataclass(frozen=True, slots=True)
 class Tagged:
-    """Keeps nothing but what always stays: states that refs name, and states where branches forked."""
+    """Keeps nothing but the states that always stay: those that refs name, and states where branches forked."""
 
     rank: ClassVar[int] = 0
 
