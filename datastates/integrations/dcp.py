@@ -235,7 +235,8 @@ class Reader(StorageReader):
         dcp.load(found, storage_reader=Reader(repo, "main~2"))
 
     Everything that is asked for is read and checked before the first tensor is written to: a damaged state changes nothing. A
-    ``checkpoint_id`` selects another revision; one that begins with ``datastates://`` names the repository too. ``state`` was read last.
+    ``checkpoint_id`` selects another revision; one that begins with ``datastates://`` names the repository too. ``state`` is the last one
+    read.
 
     :param repo: a repository that is open, or its folder, or an address such as ``datastates://runs/main~2``.
     :param rev: the state to read.
