@@ -110,7 +110,7 @@ def population(
 ) -> Population:
     """Train ``members`` from ``start`` for ``rounds``. After each round the worst go on from copies of the best, changed a little.
 
-    After a round the worst ``exploit`` of the members, and any that failed or reported NaN, go on from as many of the best, with the
+    After a round the worst members (the part ``exploit``), and any that failed or reported NaN, go on from as many of the best, with the
     copied configuration changed by ``perturb``. A member that begins or is copied gets a ``seed`` of its own, unless ``config`` has one.
 
     The same call after a crash goes on where it stopped. A call with more ``rounds`` trains further and repeats nothing.
