@@ -1,4 +1,4 @@
-/** What a row of the branches says, as text. Pure. */
+/** The texts in a row of the branches. Pure. */
 import { formatValue } from "../lib/format";
 import type { Branch } from "../lib/types";
 
@@ -10,13 +10,13 @@ export function formatTook(seconds: number): string {
   return `${seconds < 10 ? seconds.toFixed(1) : Math.round(seconds)} s`;
 }
 
-/** One setting that a branch changed: `lr 0.1 → 0.03`; of a root, or what is new, only its value. */
+/** One setting that a branch changed: `lr 0.1 → 0.03`; for a root, or a new setting, only its value. */
 export function settingText({ key, value, parent }: Branch["config"][number]): string {
   if (parent === null) return `${key} ${formatValue(value)}`;
   return `${key} ${formatValue(parent)} → ${value === null ? "gone" : formatValue(value)}`;
 }
 
-/** The points of a curve as a path in a box of this size; null where there are not two numbers. */
+/** The points of a curve as a path in a box of this size; null unless there are at least two numbers. */
 export function pathOf(steps: readonly number[], values: readonly (number | null)[], width: number, height: number): string | null {
   const points = steps.map((step, index) => [step, values[index]] as const).filter((one): one is readonly [number, number] => typeof one[1] === "number" && Number.isFinite(one[1]));
   if (points.length < 2) return null;
@@ -27,7 +27,7 @@ export function pathOf(steps: readonly number[], values: readonly (number | null
   return points.map(([step, value], index) => `${index ? "L" : "M"}${x(step).toFixed(1)} ${y(value).toFixed(1)}`).join("");
 }
 
-/** What a click on a header makes of the present order: the usual way first, then turned, then the usual order of all. */
+/** The order after a click on a header: first the usual direction, then reversed, then the usual order of all rows. */
 export function nextBy(by: string, sort: string): string {
   return by === sort ? `-${sort}` : by === `-${sort}` ? "" : sort;
 }

@@ -1,11 +1,11 @@
-/** Axes of settings and metrics: their scales, where values stand on them, what is chosen on them. Pure. */
+/** Axes of settings and metrics: their scales, the positions of values, the chosen ranges. Pure. */
 import type { Parallels, Value } from "../lib/types";
 
 export type AxisData = Parallels["axes"][number];
 
 export interface Axis {
   key: string;
-  /** Without the prefix that says what it is. */
+  /** The name without the prefix for its kind. */
   label: string;
   kind: "setting" | "metric";
   values: readonly Value[];
@@ -13,14 +13,14 @@ export interface Axis {
   /** Which values of a metric are better. */
   direction: "min" | "max" | null;
   isLog: boolean;
-  /** The values of an axis without numbers, in order; null on one of numbers. */
+  /** The values of an axis without numbers, in order; null on a numeric axis. */
   categories: readonly string[] | null;
   /** Its ends: numbers, or the first and the last place of a category. */
   low: number;
   high: number;
 }
 
-/** What is chosen on an axis: from one number to another, of categories their places. */
+/** The chosen range of an axis: from one number to another; for categories, their places. */
 export interface Range {
   key: string;
   low: number;
@@ -33,7 +33,7 @@ export interface Tick {
 }
 
 const FEW = 7; // values that all get a tick
-const MANY = 12; // values above which lines through one of them are not set apart
+const MANY = 12; // with more values than this, lines through one of them are not set apart
 const APART = 0.055; // of an axis, between two ticks
 const LOG_SPAN = 10;
 
@@ -56,7 +56,7 @@ export function makeAxis(data: AxisData): Axis {
   };
 }
 
-/** Whether the gaps between values are more alike by their logarithms than by themselves: 0.001, 0.01, 0.1. */
+/** Whether the gaps between values are more alike on a logarithmic scale: 0.001, 0.01, 0.1. */
 export function isLogSpaced(values: readonly number[]): boolean {
   const sorted = [...new Set(values)].sort((one, other) => one - other);
   if (sorted.length < 3 || sorted[0]! <= 0 || sorted.at(-1)! / sorted[0]! < LOG_SPAN) return false;
@@ -69,7 +69,7 @@ function unevenness(sorted: readonly number[]): number {
   return Math.sqrt(gaps.reduce((sum, gap) => sum + (gap - mean) ** 2, 0) / gaps.length) / mean;
 }
 
-/** The number that stands for a value on an axis: itself, or the place of its category; null where there is none. */
+/** The number for a value on an axis: the value itself, or the place of its category; null if there is none. */
 export function numberOf(axis: Axis, value: Value | undefined): number | null {
   if (value === null || value === undefined) return null;
   if (axis.categories === null) return typeof value === "number" ? value : null;
@@ -77,21 +77,21 @@ export function numberOf(axis: Axis, value: Value | undefined): number | null {
   return place < 0 ? null : place;
 }
 
-/** Where a number stands, from 0 at the low end to 1. */
+/** The position of a number, from 0 at the low end to 1. */
 export function placeOf(axis: Axis, at: number): number {
   if (axis.high <= axis.low) return 0.5;
   const [value, low, high] = axis.isLog ? [Math.log(at), Math.log(axis.low), Math.log(axis.high)] : [at, axis.low, axis.high];
   return (value - low) / (high - low);
 }
 
-/** The number at a place: the way back. */
+/** The number at a position: the inverse. */
 export function numberAt(axis: Axis, place: number): number {
   const part = Math.max(0, Math.min(1, place));
   if (axis.isLog) return Math.exp(Math.log(axis.low) + part * (Math.log(axis.high) - Math.log(axis.low)));
   return axis.low + part * (axis.high - axis.low);
 }
 
-/** A number as somebody would have typed it: up to four digits, without zeros at its end. */
+/** A number as a person would type it: up to four digits, without trailing zeros. */
 export function numberText(value: number): string {
   const size = Math.abs(value);
   const text = size !== 0 && (size < 1e-3 || size >= 1e6) ? value.toExponential(3) : String(Number(value.toPrecision(4)));
@@ -102,13 +102,13 @@ export const textOf = (axis: Axis, at: number): string => (axis.categories ? (ax
 
 export const valueText = (value: Value | undefined): string => (value === null || value === undefined ? "none" : typeof value === "number" ? numberText(value) : String(value));
 
-/** What an axis has values at, rising. */
+/** The values that occur on an axis, rising. */
 export function stops(axis: Axis): number[] {
   const found = new Set(axis.values.map((value) => numberOf(axis, value)).filter((value) => value !== null));
   return [...found].sort((one, other) => one - other);
 }
 
-/** The values of an axis that has few, else round numbers; none nearer to another than can be read. */
+/** The values of an axis that has few, else round numbers; none so close to another that they could not be read. */
 export function ticks(axis: Axis): Tick[] {
   const own = stops(axis);
   if (!own.length) return [];
@@ -140,7 +140,7 @@ function logTicks({ low, high }: Axis): number[] {
   return found.filter((at) => at >= low * (1 - 1e-9) && at <= high * (1 + 1e-9));
 }
 
-/** Which of so many lines have a value in every range. */
+/** Which of these lines have a value in every range. */
 export function within(axes: readonly Axis[], ranges: readonly Range[], count: number): boolean[] {
   const chosen = ranges.flatMap((range) => axes.filter((axis) => axis.key === range.key).map((axis) => ({ axis, ...range })));
   return Array.from({ length: count }, (_, line) =>
@@ -151,15 +151,15 @@ export function within(axes: readonly Axis[], ranges: readonly Range[], count: n
   );
 }
 
-/** The axes that are drawn when nobody chose any: what varies, settings before metrics, which come with the most relevant first. */
+/** The axes that are drawn by default: those that vary, settings before metrics; metrics come with the most relevant first. */
 export function usualAxes(axes: readonly Axis[]): Axis[] {
   const varying = axes.filter((axis) => axis.varies);
   return [...varying.filter((axis) => axis.kind === "setting").slice(0, 8), ...varying.filter((axis) => axis.kind === "metric").slice(0, 3)];
 }
 
 /**
- * Where each line crosses an axis, null where it has no value. Lines through one of few values are set apart a little, in the order of
- * `by`, so that sixty lines through three values can still be told apart.
+ * The position where each line crosses an axis, null where it has no value. Lines through one of few values are set apart a little, in the
+ * order of `by`, so that sixty lines through three values can still be told apart.
  */
 export function crossings(axis: Axis, by: readonly (number | null)[]): (number | null)[] {
   const numbers = axis.values.map((value) => numberOf(axis, value));

@@ -1,7 +1,7 @@
-/** Which of the states beside each other have the best value of a metric. Pure. */
+/** Which of the compared states have the best value of a metric. Pure. */
 import type { ComparisonRow } from "../lib/types";
 
-/** The places of the best values; none where all are equal, or nothing says which are better. */
+/** The positions of the best values; none if all are equal, or if nothing says which are better. */
 export function bestOf(row: ComparisonRow): number[] {
   const numbers = row.values.filter((value) => typeof value === "number");
   if (!row.direction || !row.differs || numbers.length < 2) return [];

@@ -1,4 +1,4 @@
-/** What is compared, and how: kept in the address. */
+/** What is compared, and how; kept in the address. */
 import { inAddress, list, oneOf, text, type Kind } from "../lib/own.svelte";
 import type { Range } from "./axes";
 
@@ -23,7 +23,7 @@ function readRange(said: string): Range | null {
   }
 }
 
-/** Keys of axes, in order; none: the usual ones. */
+/** Keys of axes, in order; none: the default axes. */
 export const axesShown = inAddress("compare.axes", list(MOST));
 export const brushed = inAddress("compare.ranges", ranges);
 /** `branch`, or the key of an axis; empty: the first metric. */
@@ -31,7 +31,7 @@ export const colouredBy = inAddress("compare.colour", text());
 export const across = inAddress("compare.x", text());
 export const upwards = inAddress("compare.y", text());
 export const taken = inAddress("compare.taken", oneOf("best", "last"));
-/** Revisions of the states that stand beside each other. */
+/** Revisions of the states that are shown side by side. */
 export const beside = inAddress("compare.beside", list(32));
 
 /** Choose a range on an axis; null: all of it. */
@@ -40,7 +40,7 @@ export function brush(key: string, range: Omit<Range, "key"> | null): void {
   brushed.set(range === null ? others : [...others, { key, ...range }]);
 }
 
-/** Put a state beside the others, or take it away. */
+/** Adds a state to the comparison, or removes it. */
 export function toggle(rev: string): void {
   beside.set(beside.value.includes(rev) ? beside.value.filter((one) => one !== rev) : [...beside.value, rev]);
 }

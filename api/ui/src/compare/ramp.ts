@@ -2,7 +2,7 @@
 
 const LAST = 4;
 
-/** The colour of a part of 1; nothing has the colour of lines. */
+/** The colour of a value from 0 to 1; no value gets the colour of lines. */
 export function rampColour(part: number | null): string {
   if (part === null || Number.isNaN(part)) return "var(--edge)";
   const at = Math.max(0, Math.min(1, part)) * LAST;

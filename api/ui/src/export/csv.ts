@@ -6,7 +6,7 @@ const FORMULA = /^[=+\-@\t\r]/;
 const QUOTED = /[",\r\n]/;
 const PIECE = 1 << 20; // letters
 
-/** One cell. Nothing is empty; a number is written so that reading it gives it again; a text that begins like a formula gets an apostrophe. */
+/** One cell. A missing value is empty; a number is written so that reading it gives the same number; a text that begins like a formula gets an apostrophe. */
 export function cellText(value: Cell): string {
   if (value === null || value === undefined) return "";
   if (typeof value !== "string") return String(value);
@@ -14,10 +14,10 @@ export function cellText(value: Cell): string {
   return QUOTED.test(harmless) ? `"${harmless.replaceAll('"', '""')}"` : harmless;
 }
 
-/** A number that JSON could not say: null is NaN or infinite, undefined is none. */
+/** A number that JSON could not express: null is NaN or infinite, undefined means that there is none. */
 export const measured = (value: number | null | undefined): Cell => (value === null ? "NaN" : value);
 
-/** A table that is written row by row, so that a long one is never held as rows. */
+/** A table that is written row by row, so that a long one is never held in memory as rows. */
 export class Sheet {
   rows = 0;
   #done: string[] = [];

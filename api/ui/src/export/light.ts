@@ -3,7 +3,7 @@ import { COLOURS } from "../lib/colours";
 import "../compare/ramp.css";
 import type { Ink } from "./svg";
 
-/** Colours of CSS as `#rrggbb`, which every program that reads SVG knows. */
+/** CSS colours as `#rrggbb`, which every program that reads SVG knows. */
 export function lightColours(colours: readonly string[]): string[] {
   const probe = document.body.appendChild(document.createElement("span"));
   probe.style.colorScheme = "light";

@@ -1,4 +1,4 @@
-/** What a file is called: of which repository, which view, which metric. Pure. */
+/** The name of a saved file: from the repository, the view and the metric. Pure. */
 
 const MOST = 60; // letters of each part
 

@@ -1,4 +1,4 @@
-/** What each view offers to save: where its table and its figure come from. */
+/** What each view offers to save: the sources of its table and its figure. */
 import type { Axis, Range, Tick } from "../compare/axes";
 import { getStudy, type GraphOf } from "../lib/api";
 import { formatCount, formatTime, shortUid } from "../lib/format";
@@ -19,9 +19,9 @@ import { eachBefore, eachBranch, eachFound, eachRow } from "./whole";
 
 const VIEW = 0;
 const PANEL = 10;
-const ROWS = 400; // of the graph in a figure
+const ROWS = 400; // rows of the graph in a figure
 
-/** Every branch that is asked for, not only those that are loaded. */
+/** Every branch that matches, not only those that are loaded. */
 export function branchesOffer(asked: () => Parameters<typeof eachBranch>[0]): Offer {
   const csv = async (work: Work) => {
     const items: Branch[] = [];
@@ -59,7 +59,7 @@ interface HistoryOf {
   repository: string;
 }
 
-/** The rows of the graph: as a table all of them, as a figure those from the first in sight on. */
+/** The rows of the graph: all of them as a table, as a figure those from the first in sight on. */
 export function historyOffer({ of, isFolded, shown, stats, best, seen, repository }: HistoryOf): Offer {
   const csv = async (work: Work) => {
     const { sheet, add } = graphSheet(stateColumns(known(stats()), shown));
@@ -81,14 +81,14 @@ export function historyOffer({ of, isFolded, shown, stats, best, seen, repositor
   return { title: isFolded ? "Graph" : "History", view: isFolded ? "graph" : "states", metric: "", rank: VIEW, csv, svg };
 }
 
-/** A column of a figure: what is so long ago today is not so tomorrow. */
+/** A column of a figure. A figure gets times, since an age would be wrong tomorrow. */
 function figureColumn(id: string) {
   if (id === "age") return { title: "Captured", isNumber: false, width: 128, of: (state: State) => formatTime(state.created_at).slice(0, 16) };
   const { title, isNumber } = columnOf(id);
   return { title, isNumber, of: (state: State) => textOf(id, state, 0), ...(id === "message" ? { width: 180 } : {}) };
 }
 
-/** Keys of branches hold for one answer: a figure of several keeps names. */
+/** Keys of branches are valid for one answer only, so a figure made of several answers stores names. */
 function named(row: GraphRow, branch: string | null, branches: Map<number, string | null>): GraphRow {
   if (row.branch >= 0) branches.set(row.branch, branch);
   return row;
@@ -143,7 +143,7 @@ export interface Curved {
   figure: () => Omit<CurvesOf, "title" | "metric">;
 }
 
-/** A metric's curves: as a table every point of them, not only those that are drawn; of means as they are drawn. */
+/** The curves of a metric: as a table all their points, not only the drawn ones; means as they are drawn. */
 export function curveOffer({ metric, lines, group, spread, means, figure }: Curved): Offer {
   const csv = (work: Work) => (group ? meansSheet(figure().axis, metric, spread, means()) : pointsSheet(metric, lines, figure().axis, work));
   return { title: `Curves of ${metric}`, view: "curves", metric, rank: PANEL, csv, svg: () => curvesFigure({ title: metric, metric, ...figure() }, lightInk()) };
@@ -162,7 +162,7 @@ async function pointsSheet(metric: string, lines: readonly SeriesLine[], axis: C
   return sheet;
 }
 
-/** Of a line with more points than are drawn every one, the oldest first. */
+/** Every point of a line that has more points than are drawn, the oldest first. */
 async function wholeLine(line: SeriesLine, axis: CurvesOf["axis"], before: number, total: number, work: Work) {
   const drawn = new Map(line.uids.map((uid, index) => [uid, line.xs[index] ?? null]));
   const rows: (readonly [number, number | null, number | null, string])[] = [];

@@ -1,21 +1,21 @@
-/** What can be saved of what is shown. Whatever shows a table or a figure offers it while it is there; the menu in the bar lists the offers. */
+/** What can be saved of what is shown. A component that shows a table or a figure offers it while it is there; the menu in the bar lists the offers. */
 import { untrack } from "svelte";
 import type { Sheet } from "./csv";
 
-/** How a long export goes on, and whether somebody gave it up. */
+/** The progress of a long export, and whether the user cancelled it. */
 export interface Work {
   signal: AbortSignal;
-  /** So many are here, of so many; null: nobody knows yet. */
+  /** The numbers done and in total; null: the total is not known yet. */
   say: (done: number, total: number | null) => void;
 }
 
 export interface Offer {
-  /** As the menu says it: `Curves of loss`. */
+  /** The title in the menu: `Curves of loss`. */
   title: string;
   /** For the name of the file. */
   view: string;
   metric: string;
-  /** Where it stands in the menu; what is of the view before what is of a panel. */
+  /** Its position in the menu: offers of the view come before those of a panel. */
   rank: number;
   /** The whole table, not only what is loaded. */
   csv?: (work: Work) => Sheet | Promise<Sheet>;
@@ -29,7 +29,7 @@ class Offers {
 
 export const offers = new Offers();
 
-/** Offer these while the component that calls it is shown. What they give is read when somebody asks for it. */
+/** Offers these while the calling component is shown. Their content is read when the user asks for it. */
 export function offer(make: () => readonly Offer[]): void {
   $effect(() => {
     const own = make();

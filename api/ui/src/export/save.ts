@@ -1,7 +1,7 @@
-/** Files that the browser saves. */
+/** Saves files through the browser. */
 
-const SHARP = 2; // pixels of a picture for each of the figure
-const MOST = 16_000; // pixels, each way: what canvases of browsers can be
+const SHARP = 2; // pixels of a picture for each pixel of the figure
+const MOST = 16_000; // pixels in each direction: the limit of browsers' canvases
 const KEPT_MS = 10_000;
 
 export function saveBlob(blob: Blob, name: string): void {
@@ -14,7 +14,7 @@ export const csvBlob = (parts: readonly string[]): Blob => new Blob([...parts], 
 
 export const svgBlob = (svg: string): Blob => new Blob([svg], { type: "image/svg+xml" });
 
-/** A figure as a picture: drawn by the browser from the figure's own text, so that both look the same. */
+/** A figure as a picture: the browser draws it from the figure's own text, so that both look the same. */
 export async function pngBlob(svg: string): Promise<Blob> {
   const address = URL.createObjectURL(svgBlob(svg));
   try {

@@ -1,8 +1,8 @@
-/** Figures as SVG that needs nothing else: attributes only, fonts that every machine has, light ground. Pure. */
+/** Figures as self-contained SVG: attributes only, fonts that every machine has, light ground. Pure. */
 
 export type Attributes = Readonly<Record<string, string | number | null | undefined>>;
 
-/** What a figure is drawn with: colours as `#rrggbb`. */
+/** The colours of a figure, as `#rrggbb`. */
 export interface Ink {
   text: string;
   muted: string;
@@ -28,7 +28,7 @@ export interface Figure {
 export const GROUND = "#ffffff";
 const FONT = "Helvetica, Arial, 'Liberation Sans', 'DejaVu Sans', sans-serif";
 const HEAD = 58;
-const LETTER = 0.6; // of the size of a font: about the widest that it may be shown with
+const LETTER = 0.6; // of the font size: about the widest letter in any font that may show it
 const BOLD = 0.7;
 
 export const escaped = (text: string): string =>
@@ -45,16 +45,16 @@ export const line = (x1: number, y1: number, x2: number, y2: number, stroke: str
 
 export const round = (value: number): string => String(Math.round(value * 100) / 100);
 
-/** About how wide a text is. */
+/** The approximate width of a text. */
 export const widthOf = (said: string, size = 11, isBold = false): number => said.length * size * (isBold ? BOLD : LETTER);
 
-/** A text that is cut where there is no room. */
+/** A text, cut where there is no room. */
 export function fitted(said: string, width: number, size = 11, isBold = false): string {
   const most = Math.max(1, Math.floor(width / widthOf(" ", size, isBold)));
   return said.length <= most ? said : `${said.slice(0, Math.max(1, most - 1))}…`;
 }
 
-/** A whole document: ground, title, and the body below them, whose y begins at 0. */
+/** A whole document: ground, title, and below them the body, whose y begins at 0. */
 export function documentOf({ title, note, width, height, body }: Figure, ink: Ink): string {
   const tall = height + HEAD;
   const head = text(16, 27, fitted(title, width - 32, 16, true), { "font-size": 16, "font-weight": "bold", fill: ink.text }) + text(16, 45, fitted(note, width - 32), { fill: ink.muted });
@@ -74,7 +74,7 @@ export interface Key {
 const ROW = 19;
 const SAMPLE = 26;
 
-/** A legend below a drawing, in as many columns as fit, and how high it is. Of too many keys the first are shown, and how many more there are. */
+/** A legend below a drawing, in as many columns as fit, and its height. If there are too many keys it shows the first ones and how many more there are. */
 export function legendOf(keys: readonly Key[], left: number, top: number, width: number, ink: Ink, most = 60): { body: string; height: number } {
   const shown = keys.slice(0, most);
   const column = Math.min(width, Math.max(110, SAMPLE + 18 + Math.max(0, ...shown.map((key) => widthOf(key.title)))));
@@ -91,7 +91,7 @@ export function legendOf(keys: readonly Key[], left: number, top: number, width:
   return { body: parts.join(""), height: (rows + (keys.length > most ? 1 : 0)) * ROW };
 }
 
-/** A strip of colours with the values at some places, and how high it is. */
+/** A strip of colours with the values at some places, and its height. */
 export function scaleOf(title: string, marks: readonly { place: number; text: string }[], left: number, top: number, width: number, ink: Ink): { body: string; height: number } {
   const stops = ink.ramp.map((colour, index) => element("stop", { offset: index / (ink.ramp.length - 1), "stop-color": colour }));
   const parts = [

@@ -1,4 +1,4 @@
-/** What the tables of the page say, as CSV. Pure: rows come in, cells go out. */
+/** The page's tables as CSV. Pure: rows come in, cells go out. */
 import { numberOf, type Axis } from "../compare/axes";
 import type { TensorChange } from "../panels/diff/types";
 import type { Mean } from "../panels/curves/groups";
@@ -8,7 +8,7 @@ import { measured, Sheet, type Cell } from "./csv";
 
 const unique = (names: readonly string[]): string[] => [...new Set(names)];
 
-/** A row a branch. Settings have a column each: what differs from the parent's, of a root all. */
+/** One row for each branch. Each setting has a column: what differs from the parent's, for a root everything. */
 export function branchesSheet(items: readonly Branch[], metric: string | null, grouped: string): Sheet {
   const settings = unique(items.flatMap((one) => one.config.map((setting) => setting.key))).sort();
   const point = metric ?? "metric";
@@ -30,14 +30,14 @@ export function branchesSheet(items: readonly Branch[], metric: string | null, g
   return sheet;
 }
 
-/** The columns of states: what every state has, then metrics, attributes and settings, those that the table shows first. */
+/** The columns of states: those of every state, then metrics, attributes and settings, with those that the table shows first. */
 export interface StateColumns {
   metrics: readonly string[];
   attributes: readonly string[];
   config: readonly string[];
 }
 
-/** Those that a repository has, and those that are shown, by the ids of the table's columns. */
+/** The names that a repository has, and those that are shown, by the ids of the table's columns. */
 export function stateColumns(known: StateColumns, shown: readonly string[]): StateColumns {
   const chosen = (prefix: string) => shown.filter((id) => id.startsWith(prefix)).map((id) => id.slice(prefix.length));
   return { metrics: unique([...chosen("metrics."), ...known.metrics]), attributes: unique([...chosen("attr."), ...known.attributes]), config: unique(known.config) };
@@ -56,13 +56,13 @@ function stateCells(state: State, names: readonly string[], { metrics, attribute
   ];
 }
 
-/** States as a search finds them, and how to add one. */
+/** The table of states as a search finds them, and a function that adds one. */
 export function statesSheet(columns: StateColumns): { sheet: Sheet; add: (state: State, names: readonly string[]) => void } {
   const sheet = new Sheet(stateHeader(columns));
   return { sheet, add: (state, names) => sheet.add(stateCells(state, names, columns)) };
 }
 
-/** Rows of the graph: a state, or a stretch of so many by its newest. */
+/** Rows of the graph: a state, or a stretch of states, represented by its newest. */
 export function graphSheet(columns: StateColumns): { sheet: Sheet; add: (row: GraphRow, branch: string | null) => void } {
   const sheet = new Sheet(["branch", "lane", "states", "restorable", "oldest", ...stateHeader(columns)]);
   const add = (row: GraphRow, branch: string | null) =>
@@ -70,7 +70,7 @@ export function graphSheet(columns: StateColumns): { sheet: Sheet; add: (row: Gr
   return { sheet, add };
 }
 
-/** Branches by settings and metrics; `kept` lie in the ranges that are chosen. */
+/** Branches by settings and metrics; `kept` are those within the chosen ranges. */
 export function parallelsSheet(branches: Parallels["branches"], axes: readonly Axis[], kept: readonly boolean[]): Sheet {
   const sheet = new Sheet(["branch", "head", "step", "status", "chosen", ...axes.map((axis) => axis.key)]);
   branches.forEach((one, line) => sheet.add([one.branch, one.head, one.step, one.status, kept[line] ?? true, ...axes.map((axis) => axis.values[line])]));
@@ -87,7 +87,7 @@ export function scatterSheet(names: readonly string[], across: Axis, upwards: Ax
   return sheet;
 }
 
-/** States beside each other: a row a name, a column a state. */
+/** States side by side: one row for each name, one column for each state. */
 export function comparisonSheet(found: Comparison): Sheet {
   const sheet = new Sheet(["kind", "name", "differs", ...found.states.map((one) => one.rev)]);
   const of = (name: string, values: readonly Cell[]) => sheet.add(["state", name, unique(values.map(String)).length > 1, ...values]);
@@ -105,7 +105,7 @@ export function comparisonSheet(found: Comparison): Sheet {
 
 const cellOf = (value: unknown): Cell => (value === null || ["string", "number", "boolean", "undefined"].includes(typeof value) ? (value as Cell) : JSON.stringify(value));
 
-/** The tensors of a diff, as they are arranged. */
+/** The tensors of a diff, in their present order. */
 export function tensorsSheet(tensors: readonly TensorChange[]): Sheet {
   const sheet = new Sheet(["path", "change", "dtype", "shape", "old_dtype", "old_shape", "old_norm", "norm", "distance", "relative", "cosine", "largest", "largest_at", "fraction"]);
   for (const one of tensors) {
@@ -123,7 +123,7 @@ export function histogramSheet(found: Histogram, names: readonly string[]): Shee
   return sheet;
 }
 
-/** Means of groups over an axis, with what is drawn around them. */
+/** Means of groups over an axis, with the band that is drawn around them. */
 export function meansSheet(axis: string, metric: string, spread: "range" | "sigma", groups: readonly { name: string; mean: Mean }[]): Sheet {
   const [low, high] = spread === "range" ? ["least", "greatest"] : ["mean-sigma", "mean+sigma"];
   const sheet = new Sheet(["group", axis, `${metric}.mean`, low!, high!, "curves"]);

@@ -1,13 +1,13 @@
-/** Whole tables, page by page, until somebody gives them up: what is loaded on the page may be a part of them. */
+/** Whole tables, read page by page until the end or until the user cancels: the page may have loaded only a part of them. */
 import { getBranches, getGraph, getLog, getStates, type GraphOf } from "../lib/api";
 import type { Branch, Branches, GraphPage, GraphRow, State } from "../lib/types";
 import type { Work } from "./offers.svelte";
 
 const BRANCHES = 500;
 const STATES = 1_000;
-const ROWS = 1_000; // of a graph
+const ROWS = 1_000; // rows of a graph
 
-/** Every branch that is asked for, in order. */
+/** Every branch that matches, in order. */
 export async function eachBranch(asked: Parameters<typeof getBranches>[0], work: Work, take: (branch: Branch, whole: Branches) => void): Promise<void> {
   let after: string | null = null;
   let done = 0;
@@ -41,8 +41,8 @@ export async function eachBefore(uid: string, fields: string, work: Work, take: 
   } while (after !== null);
 }
 
-/** Rows of a graph from `first` on, at most `most`. Of a graph that grows meanwhile they go on behind the last that was read: what is newer than the first is
- left out, and none comes twice. */
+/** Rows of a graph from `first` on, at most `most`. If the graph grows meanwhile, reading continues after the last row that was read: states newer than the
+ first row are left out, and none comes twice. */
 export async function eachRow(of: GraphOf, work: Work, take: (row: GraphRow, branch: string | null) => void, first = 0, most = Infinity): Promise<void> {
   let [at, done, version] = [first, 0, ""];
   let last: string | null = null;

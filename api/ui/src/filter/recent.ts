@@ -17,6 +17,6 @@ export function remember(repository: string, query: string): void {
   try {
     localStorage.setItem(keyOf(repository), JSON.stringify(kept));
   } catch {
-    // a browser that keeps nothing
+    // the browser stores nothing
   }
 }

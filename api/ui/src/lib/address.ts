@@ -1,6 +1,7 @@
-/** The view as an address and back: what is shown is what the query says, so that a link shows it again. */
+/** The view as an address and back: the query says what is shown, so that a link shows it again. */
 
-/** The branches, a row each; their graph, in which stretches of states are folded; every state; branches by settings and metrics; studies; what goes on and lies where. */
+/** The branches, one row each; their graph, in which stretches of states are folded; every state; branches by settings and metrics; studies; what is running
+ and stored where. */
 export type Scene = "branches" | "graph" | "states" | "compare" | "studies" | "now";
 export type Panel = "none" | "detail" | "curves" | "diff";
 export type Theme = "auto" | "light" | "dark";
@@ -8,11 +9,11 @@ export type Theme = "auto" | "light" | "dark";
 export interface View {
   repository: string;
   scene: Scene;
-  /** Of the branches: their order, the metric that they are judged by, what they are grouped by. Empty: as the server has it. */
+  /** For the branches: their order, the metric that they are judged by, what they are grouped by. Empty: the server's default. */
   by: string;
   metric: string;
   group: string;
-  /** Uids of states whose stretches are shown whole in the graph, and of those that have a row of their own in it. */
+  /** Uids of states whose stretches the graph shows whole, and of those that have a row of their own in it. */
   opened: string[];
   alone: string[];
   /** Revisions whose history is shown; none: every branch and tag. */
@@ -21,7 +22,7 @@ export interface View {
   query: string;
   /** Ids of columns, in order; none: chosen by what the repository has. */
   columns: string[];
-  /** What a click on a header asked for: `metrics.loss desc`; empty: history, newest first. */
+  /** The sort that a click on a header asked for: `metrics.loss desc`; empty: history, newest first. */
   sort: string;
   selected: string | null;
   /** The state that a diff compares with. */
@@ -33,7 +34,7 @@ export interface View {
   study: string;
   report: string;
   theme: Theme;
-  /** What panels keep in the address for themselves, as it stands there: see `own.svelte.ts`. */
+  /** What panels keep in the address for themselves, as written there: see `own.svelte.ts`. */
   own: Readonly<Record<string, string>>;
 }
 
@@ -45,12 +46,12 @@ const PANELS: readonly string[] = ["none", "detail", "curves", "diff"];
 const SCENES: readonly string[] = ["branches", "graph", "states", "compare", "studies", "now"];
 /** Whether a scene is a table of states. */
 export const isOfStates = (scene: Scene): boolean => scene === "graph" || scene === "states";
-/** What an address shows that does not say it: a link to states is of a time when there was nothing else to see. */
+/** The scene of an address that names none: a link to states dates from a time when there was nothing else to show. */
 const sceneOf = (view: Omit<View, "scene">): Scene =>
   view.heads.length || view.query || view.sort || view.selected || view.marked || view.panel !== "none" ? "states" : DEFAULTS.scene;
 const MOST = 16;
 const THEMES: readonly string[] = ["auto", "light", "dark"];
-/** The names that are not a panel's own. */
+/** The names that do not belong to a panel. */
 export const CORE: readonly string[] = ["study", "report", "repo", "view", "by", "metric", "group", "open", "alone", "head", "q", "columns", "sort", "state", "mark", "panel", "key", "theme"];
 const OWN = /^[a-z][a-z0-9.]{0,30}$/;
 const OWN_MOST = 40;
@@ -58,7 +59,7 @@ const OWN_LENGTH = 2_000;
 
 export const isOwn = (name: string): boolean => OWN.test(name) && !CORE.includes(name);
 
-/** What was encoded; nothing where somebody cut it short. */
+/** The decoded text; empty if it was cut short. */
 export function decoded(said: string): string {
   try {
     return decodeURIComponent(said);
@@ -67,7 +68,7 @@ export function decoded(said: string): string {
   }
 }
 
-/** The view that an address's query asks for. What it does not know or cannot be is left at its default. */
+/** The view that an address's query asks for. Unknown or impossible values are left at their defaults. */
 export function parseAddress(search: string): View {
   const said = new URLSearchParams(search);
   const one = (name: string) => said.get(name) ?? "";
@@ -96,7 +97,7 @@ export function parseAddress(search: string): View {
   return { ...view, scene: SCENES.includes(one("view")) ? (one("view") as Scene) : sceneOf(view) };
 }
 
-/** The query of a view's address, without what is as it would be anyway. */
+/** The query of a view's address, without values that equal their defaults. */
 export function writeAddress(view: View): string {
   const said = new URLSearchParams();
   const put = (name: string, value: string | null) => value && said.append(name, value);

@@ -1,4 +1,4 @@
-/** The API of the chosen repository, a function a route. Each throws `Problem`; a 401 asks for a token and tries again once. */
+/** The API of the chosen repository, one function for each route. Each throws `Problem`; a 401 asks for a token and retries once. */
 import type { paths } from "../generated/openapi";
 import { Problem, problemOf } from "./problem";
 import { askToken, token } from "./token.svelte";
@@ -23,7 +23,7 @@ interface Options {
   signal?: AbortSignal | undefined;
 }
 
-const ROOT = "api/v1"; // relative to the page, which a proxy may serve below a prefix
+const ROOT = "api/v1"; // relative to the page, which a proxy may serve under a prefix
 const HERE = "/api/v1/repositories/{repository}";
 
 /** Every repository of the server. */
@@ -35,7 +35,7 @@ export const getState = (uid: string, signal?: AbortSignal) => get(`${HERE}/stat
 export const getLog = (uid: string, query: Query<`${typeof HERE}/states/{uid}/log`> = {}, signal?: AbortSignal) =>
   get(`${HERE}/states/{uid}/log`, { uid }, query, signal);
 export const getTensors = (uid: string, norms = false, signal?: AbortSignal) => get(`${HERE}/states/{uid}/tensors`, { uid }, { norms }, signal);
-/** Which graph: of all heads when none are given; `fold` gives stretches a row each, but those that are opened. */
+/** The graph to show: of all heads if none are given. With `fold`, stretches have one row each, except those that are opened. */
 export interface GraphOf {
   heads: string[];
   fold: boolean;
@@ -47,7 +47,7 @@ const graphQuery = ({ heads, fold, opened, alone }: GraphOf) => ({
 });
 export const getGraph = (of: GraphOf, window: { first?: number; count?: number; around?: string }, signal?: AbortSignal) =>
   get(`${HERE}/graph`, {}, { ...graphQuery(of), ...window }, signal) as Promise<GraphPage>;
-/** The whole of that graph in small. */
+/** An overview of that graph. */
 export const getOverview = (of: GraphOf, signal?: AbortSignal) => get(`${HERE}/graph/overview`, {}, graphQuery(of), signal);
 export const getSeries = (query: Query<`${typeof HERE}/series`>, signal?: AbortSignal) => get(`${HERE}/series`, {}, query, signal);
 export const getStats = (signal?: AbortSignal) => get(`${HERE}/stats`, {}, {}, signal);
@@ -71,20 +71,20 @@ export const getReports = (signal?: AbortSignal) => get(`${HERE}/outliers`, {}, 
 export const getReport = (id: number, query: Query<`${typeof HERE}/outliers/{report}`> = {}, signal?: AbortSignal) =>
   get(`${HERE}/outliers/{report}`, { report: String(id) }, query, signal) as Promise<ReportDetail>;
 
-/** The picture of a sample. The server sends nothing but PNG, JPEG, GIF and WebP. */
+/** The picture of a sample. The server sends only PNG, JPEG, GIF and WebP. */
 export const getPicture = async (report: number, index: number, signal: AbortSignal): Promise<Blob> =>
   (await answer(`${base()}/outliers/${report}/pictures/${index}`, { signal })).blob();
 
 export const getProcesses = (signal?: AbortSignal) => get(`${HERE}/processes`, {}, {}, signal) as Promise<{ items: Process[]; total: number; metric: string | null }>;
-/** The states of several ranks that are not whole. */
+/** The states of several ranks that are not complete. */
 export const getIncomplete = (query: Query<`${typeof HERE}/incomplete`> = {}, signal?: AbortSignal) => get(`${HERE}/incomplete`, {}, query, signal) as Promise<Incomplete>;
 export const getStorage = (signal?: AbortSignal) => get(`${HERE}/storage`, {}, {}, signal) as Promise<Storage>;
-/** What retention would drop next; nothing is dropped by asking. */
+/** What retention would drop next; asking drops nothing. */
 export const getForecast = (query: Query<`${typeof HERE}/retention`> = {}, signal?: AbortSignal) => get(`${HERE}/retention`, {}, query, signal) as Promise<Forecast>;
 export const getClones = (query: Query<`${typeof HERE}/clones`> = {}, signal?: AbortSignal) => get(`${HERE}/clones`, {}, query, signal) as Promise<Page<Clone>>;
 export const getServers = (signal?: AbortSignal) => get(`${HERE}/servers`, {}, {}, signal) as Promise<Page<ServerInfo>>;
 
-/** Drop a state's bytes; `isForced` even where a name keeps them. */
+/** Drops a state's bytes; `isForced` even if a name keeps them. */
 export const evict = (uid: string, isForced: boolean): Promise<{ uid: string; bytes: number }> =>
   ask(fill(`${HERE}/states/{uid}/payload`, { uid }), { method: "DELETE", query: { force: isForced } });
 
@@ -92,22 +92,22 @@ export const evict = (uid: string, isForced: boolean): Promise<{ uid: string; by
 export const getDiff = <T = Answer<`${typeof HERE}/diff`>>(query: { old: string; new: string; only?: string[]; tensors?: boolean; stat?: boolean }, signal?: AbortSignal) =>
   get(`${HERE}/diff`, {}, query, signal) as Promise<T>;
 
-/** States beside each other; no payload is read. */
+/** States side by side; no payload is read. */
 export const getComparison = (revs: string[], signal?: AbortSignal) => get(`${HERE}/comparison`, {}, { rev: revs }, signal) as Promise<Comparison>;
 
-/** Branches by settings and metrics, an axis each. */
+/** Branches by settings and metrics, one axis for each. */
 export const getParallels = (query: Query<`${typeof HERE}/parallels`>, signal?: AbortSignal) => get(`${HERE}/parallels`, {}, query, signal) as Promise<Parallels>;
 
-/** How the values of a tensor are spread in some states; the server reads it in pieces, and stops when nobody waits any more. */
+/** How the values of a tensor are distributed in some states; the server reads it in pieces, and stops when nobody waits any more. */
 export const getHistogram = (query: Query<`${typeof HERE}/histogram`>, signal?: AbortSignal) => get(`${HERE}/histogram`, {}, query, signal) as Promise<Histogram>;
 
 export const makeRef = (name: string, ref: Body<`${typeof HERE}/refs/{name}`, "put">) => send("put", `${HERE}/refs/{name}`, { name }, ref);
 
-/** Move a ref that stands at `version`; a Problem with status 412 says that it no longer does. */
+/** Moves a ref that stands at `version`; a Problem with status 412 says that it no longer does. */
 export const moveRef = (name: string, version: number, rev: string) => send("patch", `${HERE}/refs/{name}`, { name }, { rev }, version);
 export const deleteRef = (name: string, version: number) => send("delete", `${HERE}/refs/{name}`, { name }, undefined, version);
 
-/** Set attributes; null takes one away. */
+/** Sets attributes; null removes one. */
 export const annotate = (uid: string, attributes: Record<string, Value>) => send("patch", `${HERE}/states/{uid}/attributes`, { uid }, { attributes });
 
 /** The notes on a state or a branch, newest first. */
@@ -116,7 +116,7 @@ export const writeNote = (note: Body<`${typeof HERE}/notes`, "post">) => send("p
 export const editNote = (uid: string, text: string) => send("patch", `${HERE}/notes/{uid}`, { uid }, { text });
 export const deleteNote = (uid: string) => send("delete", `${HERE}/notes/{uid}`, { uid }, undefined);
 
-/** Where a state's tensors are fetched from as one safetensors file. A link cannot send a token: with one, use `download`. */
+/** The address of a state's tensors as one safetensors file. A link cannot send a token: with one, use `download`. */
 export const payloadAddress = (uid: string) => new URL(base() + `/states/${uid}/payload`, document.baseURI).href;
 
 /** Save a state's tensors as a file, with the token. */
@@ -128,7 +128,7 @@ export async function download(uid: string): Promise<void> {
   URL.revokeObjectURL(address);
 }
 
-/** The event stream, from after `lastId` on, or from now on. It never asks for a token: what the user does will. */
+/** The event stream: events after `lastId`, or from now on. It never asks for a token: the user's next action will. */
 export async function openEvents(lastId: string | null, signal: AbortSignal): Promise<Response> {
   const headers = { Accept: "text/event-stream", ...(lastId ? { "Last-Event-ID": lastId } : {}) };
   const response = await fetch(addressOf(base() + "/events", {}), requestOf({ signal, headers }));
@@ -138,7 +138,7 @@ export async function openEvents(lastId: string | null, signal: AbortSignal): Pr
 
 const base = () => `${ROOT}/repositories/${encodeURIComponent(view.repository)}`;
 
-/** The address of a route; names keep their slashes, which is how the API has them. */
+/** The address of a route; names keep their slashes, as the API expects them. */
 function fill(path: string, parts: Record<string, string>): string {
   const known: Record<string, string> = { repository: view.repository, ...parts };
   return path.slice(1).replace(/\{(\w+)\}/g, (_, name: string) => (known[name] ?? "").split("/").map(encodeURIComponent).join("/"));

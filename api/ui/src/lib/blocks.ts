@@ -1,8 +1,8 @@
-/** Which rows of a long list are here, and which must be fetched: pure, so that what is fetched can be tested without a server. */
+/** Which rows of a long list are loaded, and which must be fetched; pure, so that fetching can be tested without a server. */
 
 export const BLOCK = 200;
 
-/** Rows by index, of one version of a graph. The oldest touched leave when there are too many. */
+/** Rows by index, of one version of a graph. When there are too many, the least recently used leave. */
 export class Rows<T> {
   readonly #rows = new Map<number, T>();
   constructor(readonly capacity = 40_000) {}
@@ -34,7 +34,7 @@ export class Rows<T> {
     return this.#rows.entries();
   }
 
-  /** The first rows of the blocks that must be fetched to show rows `start` to before `end` of `total`. */
+  /** The first rows of the blocks that must be fetched to show rows from `start` to before `end` out of `total`. */
   missing(start: number, end: number, total: number): number[] {
     const firsts: number[] = [];
     const last = Math.min(end, total);

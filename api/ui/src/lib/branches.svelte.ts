@@ -1,4 +1,4 @@
-/** The branches at a glance, as the view asks for them: pages that follow each other. */
+/** The summaries of branches, as the view asks for them: pages that follow each other. */
 import { getBranches } from "./api";
 import { asProblem, type Problem } from "./problem";
 import type { Branch, Branches } from "./types";
@@ -8,17 +8,17 @@ const PAGE = 100;
 
 class BranchList {
   items = $state.raw<Branch[]>([]);
-  /** What the first page said of the whole. */
+  /** What the first page said of all branches. */
   whole = $state.raw<Branches | null>(null);
   problem = $state<Problem | null>(null);
   isLoading = $state(false);
 
   #next: string | null = null;
-  /** Whether something changed since the question that is under way was put. */
+  /** Whether something has changed since the request under way was sent. */
   #isStale = false;
   #ending = new AbortController();
 
-  /** Read anew; as many as were here, so that nothing jumps. What was here stays until the answer is. */
+  /** Reads anew, as many as were loaded, so that nothing jumps. The old rows stay until the answer comes. */
   async open(): Promise<void> {
     this.#isStale = false;
     this.#ending.abort();
@@ -27,7 +27,7 @@ class BranchList {
     await this.#fetch(null, wanted);
   }
 
-  /** The lineage changed. A question that is under way is answered first: given up each time, one that takes long would never be. */
+  /** The lineage changed. A request under way is answered first: a slow one that was cancelled at each change would never finish. */
   async refresh(): Promise<void> {
     this.#isStale = this.isLoading;
     if (!this.isLoading) await this.open();
@@ -37,7 +37,7 @@ class BranchList {
     if (this.#next !== null && !this.isLoading) await this.#fetch(this.#next, PAGE);
   }
 
-  /** What is asked for, but how many. */
+  /** The parameters of the request, except the number. */
   wanted(): Parameters<typeof getBranches>[0] {
     return { q: view.query, sort: view.by || "changed", ...(view.metric ? { metric: view.metric } : {}), ...(view.group ? { group: view.group } : {}) };
   }

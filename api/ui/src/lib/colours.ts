@@ -1,4 +1,5 @@
-/** Colours: a branch's belongs to its name, the same wherever it appears, in the terminal and in reports too; each theme has its own set in app.css. */
+/** Colours: that of a branch depends on its name alone, so it is the same wherever it appears, in the terminal and in reports too. Each theme has its own set
+ in app.css. */
 
 export const COLOURS = 10;
 const TRUNK = "main";
@@ -11,10 +12,10 @@ export function colourNumber(branch: string): number {
   return 1 + (digest % (COLOURS - 1));
 }
 
-/** The colour of a branch, or of whatever else has a name. */
+/** The colour of a branch, or of anything else with a name. */
 export const branchColour = (branch: string): string => `var(--lane-${colourNumber(branch)})`;
 
-/** What colours are in the present theme, such as `--text` or `--lane-3`: for a canvas, which knows no variables. */
+/** The values of colours in the present theme, such as `--text` or `--lane-3`, for a canvas, which knows no variables. */
 export function readColours(names: readonly string[]): string[] {
   const probe = document.createElement("span");
   document.body.append(probe);

@@ -30,7 +30,7 @@ class Facts {
     this.repositories = (await getRepositories()).items;
   }
 
-  /** Read refs and statistics anew, as after a write. */
+  /** Reads refs and statistics anew, as after a write. */
   async reload(): Promise<void> {
     const [refs, stats] = await Promise.all([getRefs(), getStats()]);
     this.refs = refs.items;
@@ -56,7 +56,7 @@ function groupByState(refs: readonly Ref[]): Map<string, Ref[]> {
 
 export const facts = new Facts();
 
-/** Keep the facts up to date with the events, at most every two seconds. Returns how to stop. */
+/** Keeps the facts up to date with the events, at most every two seconds. Returns a function that stops it. */
 export function keepFacts(): () => void {
   let timer: ReturnType<typeof setTimeout> | undefined;
   const stop = onEvents(() => {

@@ -1,6 +1,6 @@
 /** Values as text, the same everywhere on the page. */
 
-/** A metric: four significant digits, never wider than a column; null is what JSON makes of NaN and infinities. */
+/** A metric: four significant digits, never wider than a column; null stands for NaN and infinities, as in JSON. */
 export function formatNumber(value: number | null | undefined): string {
   if (value === undefined) return "";
   if (value === null || Number.isNaN(value)) return "NaN";
@@ -54,10 +54,10 @@ export const shortUid = (uid: string): string => uid.slice(0, 8);
 export const formatValue = (value: string | number | boolean | null): string =>
   typeof value === "number" ? formatNumber(value) : value === null ? "none" : String(value);
 
-/** Whether a state of this status has no bytes any more. */
+/** Whether states of this status have lost their bytes. */
 export const isGone = (status: string): boolean => status === "evicted" || status === "lost";
 
-/** What a status promises, for people who point at it. */
+/** What a status promises, shown when the user points at it. */
 export const STATUS_MEANS: Readonly<Record<string, string>> = {
   captured: "in memory only: lost when its process dies",
   durable: "on local disk, fsynced",

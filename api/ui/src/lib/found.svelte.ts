@@ -1,5 +1,5 @@
-/** What a filter finds, in its order: pages that follow each other as one scrolls. Those that were not looked at for long leave, and come again by
- their cursors: so the last of very many states can be reached, and the first again. */
+/** What a filter finds, in its order: pages that follow each other as the user scrolls. Pages that were not looked at for long are dropped, and read again by
+ their cursors: so the user can reach the last of very many states, and the first again. */
 import { getStates } from "./api";
 import { Rows } from "./blocks";
 import { asProblem, type Problem } from "./problem";
@@ -21,16 +21,16 @@ class Found {
   count = $state(0);
   problem = $state<Problem | null>(null);
   isLoading = $state(false);
-  /** Whether more follow those that are known. */
+  /** Whether more states follow the known ones. */
   hasMore = $state(false);
-  /** Whether a filter has been answered: until then what was there before stays. */
+  /** Whether a filter has been answered: until then, the earlier rows stay. */
   isActive = $state(false);
-  /** Whether all that follows is being counted, to reach its end. */
+  /** Whether all that follows is being counted, in order to reach its end. */
   isEnding = $state(false);
-  /** The filter whose answer is here. */
+  /** The filter whose answer is loaded. */
   answered = $state("");
 
-  /** Changes with what is here. */
+  /** Changes when the loaded rows do. */
   #tick = $state(0);
   #rows = new Rows<State>();
   #pages: Page[] = [];
@@ -42,7 +42,7 @@ class Found {
   /** The page that follows, while it is read: the next one begins where it ends. */
   #following: Promise<void> = Promise.resolve();
 
-  /** Undefined: it is not here, or not any more; `show` brings it. */
+  /** Undefined: the state is not loaded, or not any more; `show` loads it. */
   stateAt(index: number): State | undefined {
     void this.#tick;
     return this.#rows.at(index);
@@ -54,7 +54,7 @@ class Found {
     return null;
   }
 
-  /** Find anew. What was found stays visible until the answer is here, and when the query does not parse. */
+  /** Searches anew. The earlier result stays visible until the answer comes, and when the query does not parse. */
   async open(query: string): Promise<void> {
     this.#ending.abort();
     this.#ending = new AbortController();
@@ -63,7 +63,7 @@ class Found {
     await this.#follow(null, PAGE, true);
   }
 
-  /** Forget all: history is shown again. */
+  /** Forgets everything: the history is shown again. */
   close(): void {
     this.#ending.abort();
     this.#forget();
@@ -72,7 +72,7 @@ class Found {
     this.isLoading = this.hasMore = this.isActive = this.isEnding = false;
   }
 
-  /** Have the states from `start` to before `end`, and those that follow soon. */
+  /** Loads the states from `start` to before `end`, and those that follow soon. */
   async show(start: number, end: number): Promise<void> {
     const { signal } = this.#ending;
     if (end >= this.count - AHEAD && this.hasMore && !this.isLoading) this.#following = this.#follow(this.#next, PAGE, false);
@@ -80,7 +80,7 @@ class Found {
     await Promise.all(missing.map((page) => this.#again(page, signal)));
   }
 
-  /** Count all that follows; `stop` ends it. What is here by then can be shown. */
+  /** Counts everything that follows; `stop` ends it. What is loaded by then can be shown. */
   async toEnd(): Promise<void> {
     this.isEnding = true;
     const { signal } = this.#ending;
@@ -106,7 +106,7 @@ class Found {
     this.#tick += 1;
   }
 
-  /** Read the page that follows; with `fields` only to know where it ends. */
+  /** Reads the page that follows; with `fields` only to know where it ends. */
   async #follow(after: string | null, limit: number, isFirst: boolean, fields?: string): Promise<void> {
     const { signal } = this.#ending;
     const query = this.#query;

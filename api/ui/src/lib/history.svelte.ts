@@ -6,7 +6,7 @@ import { asProblem, type Problem } from "./problem";
 import type { GraphPage, GraphRow, State } from "./types";
 import { view } from "./view.svelte";
 
-/** What the reader looks at: it stays where it is when rows appear above it. */
+/** What the reader looks at: it stays in place when rows appear above it. */
 export interface Anchor {
   uid: string;
   index: number;
@@ -21,17 +21,17 @@ class History {
   fresh = $state(0);
   problem = $state<Problem | null>(null);
   isLoading = $state(true);
-  /** A state that was looked for and is not in the history of these heads. */
+  /** A state that was looked up and is not in the history of these heads. */
   outside = $state<string | null>(null);
-  /** A state that was looked for and is one of a folded stretch. */
+  /** A state that was looked up and is part of a folded stretch. */
   inside = $state<string | null>(null);
-  /** Changes whenever a row does: who draws rows reads it. */
+  /** Changes whenever a row does; a component that draws rows reads it. */
   tick = $state(0);
-  /** Given by who shows the rows: what to hold still, and by how many rows it moved. */
+  /** Set by the component that shows the rows: what to keep in place, and by how many rows it moved. */
   anchor: () => Anchor | null = () => null;
   moved: (rows: number) => void = () => {};
 
-  /** Which rows these are: changes when the graph or a name does. */
+  /** Identifies these rows: changes when the graph or a name does. */
   version = $state("");
 
   #rows = new Rows<GraphRow>();
@@ -45,12 +45,12 @@ class History {
     return this.#rows.at(index);
   }
 
-  /** The name of a branch that a row speaks of. */
+  /** The name of a branch that a row refers to. */
   branch(key: number): string | null {
     return this.#branches.get(key) ?? null;
   }
 
-  /** The graph that is wanted. */
+  /** The parameters of the wanted graph. */
   wanted(): GraphOf {
     const fold = view.scene === "graph";
     const best = facts.best && fold ? [facts.best.uid] : [];
@@ -61,13 +61,13 @@ class History {
     return this.#rows.at(index)?.state;
   }
 
-  /** Where a state stands, if its row is here. */
+  /** The position of a state, if its row is loaded. */
   indexOf(uid: string): number | undefined {
     const index = this.#indexes.get(uid);
     return index !== undefined && this.#rows.at(index)?.state.uid === uid ? index : undefined;
   }
 
-  /** Begin anew: another repository, or other heads. */
+  /** Starts anew: another repository, or other heads. */
   async open(): Promise<void> {
     this.#ending.abort();
     this.#ending = new AbortController();
@@ -79,12 +79,12 @@ class History {
     this.isLoading = false;
   }
 
-  /** Have the rows from `start` to before `end` fetched. */
+  /** Fetches the rows from `start` to before `end`. */
   async show(start: number, end: number): Promise<void> {
     await Promise.all(this.#rows.missing(start, end, this.total).map((first) => this.#block(first)));
   }
 
-  /** A block of rows; asked for once, however often it is wanted meanwhile. */
+  /** A block of rows; requested once, however often it is wanted meanwhile. */
   #block(first: number): Promise<void> {
     const asked = this.#asked.get(first);
     if (asked) return asked;
@@ -98,7 +98,7 @@ class History {
     return answer;
   }
 
-  /** Take the newest version. What is looked at stays where it is, unless that is the top: then the newest is shown. */
+  /** Takes the newest version. What the reader looks at stays in place, unless that is the top: then the newest is shown. */
   async refresh(follow = false): Promise<void> {
     await this.#try(async () => {
       const held = follow ? null : this.anchor();
@@ -111,7 +111,7 @@ class History {
     });
   }
 
-  /** Ask whether there is anything new, and count it, without showing it. */
+  /** Checks for new rows and counts them, without showing them. */
   async check(): Promise<void> {
     await this.#try(async () => {
       const page = await this.#get({ first: 0, count: 1 });
@@ -121,7 +121,7 @@ class History {
     });
   }
 
-  /** Where a state stands, asking the server if need be; null when it is not in this history. */
+  /** The position of a state, asking the server if need be; null if it is not in this history. */
   async locate(uid: string): Promise<number | null> {
     const known = this.indexOf(uid);
     if (known !== undefined) return known;

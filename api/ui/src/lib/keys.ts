@@ -1,4 +1,4 @@
-/** Keys: a name for what each does, so that the help and the page speak of the same. */
+/** Keys: each action has a name, so that the help and the page mean the same. */
 
 export type Act = "filter" | "goto" | "down" | "up" | "pageDown" | "pageUp" | "first" | "last" | "open" | "diff" | "mark" | "curves" | "ref" | "larger" | "smaller" | "usual" | "help" | "close";
 
@@ -8,7 +8,7 @@ const KEYS: Readonly<Record<string, Act>> = {
 };
 const INSIDE_CONTROLS: readonly Act[] = ["close"];
 
-/** What a key asks for; null where it belongs to a control, a dialog or the browser. */
+/** The action of a key; null if the key belongs to a control, a dialog or the browser. */
 export function actOf(event: KeyboardEvent): Act | null {
   if (event.defaultPrevented || event.ctrlKey || event.metaKey || event.altKey) return null;
   const act = KEYS[event.key] ?? null;

@@ -1,11 +1,11 @@
-/** What happens in the repository, as it happens: the event stream, begun again wherever it broke off. */
+/** What happens in the repository, as it happens: the event stream, reopened wherever it broke off. */
 import { openEvents } from "./api";
 import { asProblem } from "./problem";
 import { backoff, EventReader } from "./stream";
 import { onToken } from "./token.svelte";
 import type { RefEvent } from "./types";
 
-/** `locked`: the server answers, and wants a token. */
+/** `locked`: the server answers, but requires a token. */
 export type Light = "connecting" | "live" | "locked" | "off";
 type Listener = (events: RefEvent[]) => void;
 
@@ -14,13 +14,14 @@ export const live = $state<{ light: Light; detail: string; last: RefEvent | null
 const listeners = new Set<Listener>();
 let ending: AbortController | null = null;
 
-/** Call `listener` with each batch of events; with none when the stream was begun anew and something may have been missed. Returns how to stop. */
+/** Calls `listener` with each batch of events; with an empty one when the stream was restarted and something may have been missed. Returns a function that
+ stops it. */
 export function onEvents(listener: Listener): () => void {
   listeners.add(listener);
   return () => listeners.delete(listener);
 }
 
-/** Follow the chosen repository's events, and no other's. */
+/** Follows the events of the chosen repository only. */
 export function follow(): void {
   stop();
   ending = new AbortController();
@@ -83,7 +84,7 @@ function tell(events: RefEvent[]): void {
   for (const listener of listeners) listener(events);
 }
 
-/** Until another token is given: the same one would be refused again. */
+/** Waits until another token is given: the same one would be refused again. */
 function newToken(signal: AbortSignal): Promise<void> {
   return new Promise((resolve) => {
     const end = () => {
@@ -95,7 +96,7 @@ function newToken(signal: AbortSignal): Promise<void> {
   });
 }
 
-/** A pause that ends early when the machine is online again or the page is looked at again. */
+/** A pause that ends early when the machine is online again or the user returns to the page. */
 function pause(ms: number, signal: AbortSignal): Promise<void> {
   return new Promise((resolve) => {
     const end = () => {

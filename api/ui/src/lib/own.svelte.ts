@@ -1,14 +1,14 @@
-/** What a panel keeps in the address for itself: a link brings it back, and going back undoes it.
+/** The values that a panel keeps in the address for itself: a link restores them, and going back undoes a change.
 
     const log = inAddress("curves.log", flag);
     log.value;          // reactive, wherever it is read
     log.set(true);      // the address follows; "push" adds a step that going back undoes
 
- Names are lower case, by panel: `curves.log`. A value that is the default is not in the address; one that cannot be is the default. */
+ Names are lower case, by panel: `curves.log`. The address leaves out a value that equals the default, and an impossible value is read as the default. */
 import { decoded, isOwn } from "./address";
 import { change, view } from "./view.svelte";
 
-/** How a value stands in the address: `read` gives undefined for what cannot be, `write` an empty text for the default. */
+/** How a value is written in the address: `read` returns undefined for an impossible text, `write` returns an empty text for the default. */
 export interface Kind<T> {
   default: T;
   read: (text: string) => T | undefined;
@@ -22,7 +22,7 @@ export interface Own<T> {
 
 const taken = new Set<string>();
 
-/** A key of the address; each name once. */
+/** A key of the address; each name may be used once. */
 export function inAddress<T>(name: string, kind: Kind<T>): Own<T> {
   if (!isOwn(name) || (taken.has(name) && !import.meta.hot)) throw new Error(`${name} cannot be a key of the address: it is taken, or not lower case`);
   taken.add(name);
@@ -52,7 +52,7 @@ export const number = (usual: number, least: number, most: number): Kind<number>
   write: (value) => String(value),
 });
 
-/** Two numbers, or none: what a chart is zoomed to. */
+/** Two numbers, or none: the zoom of a chart. */
 export const range: Kind<readonly [number, number] | null> = {
   default: null,
   read: (said) => {

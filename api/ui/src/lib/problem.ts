@@ -1,10 +1,10 @@
-/** What went wrong, as the API says it (application/problem+json). */
+/** What went wrong, as the API reports it (application/problem+json). */
 export class Problem extends Error {
   readonly status: number;
   readonly kind: string;
   readonly title: string;
   readonly detail: string;
-  /** Where in the text that was sent, counted from 1; only for what does not parse. */
+  /** The position in the text that was sent, counted from 1; only for a text that does not parse. */
   readonly column: number | null;
   readonly expected: readonly string[];
   /** The uid of the nearest ancestor that can be restored. */
@@ -32,10 +32,10 @@ export function asProblem(error: unknown): Problem {
   return new Problem({ title: "Unexpected", detail: error instanceof Error ? error.message : String(error) });
 }
 
-/** Whether the same question may be answered later: the server was away, or had too much to do. */
+/** Whether the same request may succeed later: the server was away, or too busy. */
 export const isPassing = (problem: Problem): boolean => problem.status === 0 || problem.status >= 500 || problem.status === 429 || problem.status === 401;
 
-/** The problem that an answer holds; a proxy's page of HTML counts by its status alone. */
+/** The problem in an answer; a proxy's HTML page counts by its status alone. */
 export async function problemOf(response: Response): Promise<Problem> {
   const text = await response.text();
   try {

@@ -1,4 +1,4 @@
-/** The search grammar, as far as a page must know it: where its words begin, what may follow, and how an order is added. */
+/** The search grammar, as far as the page must know it: where its words begin, what may follow, and how an order is added. */
 
 export interface Word {
   kind: "name" | "text" | "operator" | "number" | "open" | "close" | "comma" | "other";
@@ -10,7 +10,7 @@ export interface Word {
 const PATTERN =
   /(?<text>"(?:[^"\\]|\\.)*"?|'(?:[^'\\]|\\.)*'?)|(?<operator>==|!=|<=|>=|=|<|>|~)|(?<open>\()|(?<close>\))|(?<comma>,)|(?<number>[-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?(?![\w./-]))|(?<name>[^\W\d][\w/-]*(?:\.(?:[\w/-]+|"(?:[^"\\]|\\.)*"?|'(?:[^'\\]|\\.)*'?)?)*)|(?<other>[^\s()"',=<>!~]+|.)/gsu;
 
-/** The words of a query, also of one that is not finished. */
+/** The words of a query, even an unfinished one. */
 export function wordsOf(query: string): Word[] {
   const words: Word[] = [];
   for (const match of query.matchAll(PATTERN)) {
@@ -32,13 +32,13 @@ export function orderOf(query: string): { from: number; to: number } | null {
   return { from: words[at]!.from, to: limit < 0 ? query.length : words[limit]!.from };
 }
 
-/** A query without its order: what a click on a header replaces. */
+/** A query without its order, which a click on a header replaces. */
 export function withoutOrder(query: string): string {
   const order = orderOf(query);
   return order ? `${query.slice(0, order.from).trimEnd()} ${query.slice(order.to)}`.trim() : query;
 }
 
-/** A query in the order that a header asks for, unless it has an order of its own. What stands in it stays at its column. */
+/** A query in the order that a header asks for, unless it has an order of its own. Its text keeps its columns. */
 export function withOrder(query: string, sort: string): string {
   if (!sort || orderOf(query)) return query;
   const limit = wordsOf(query).find((word, index, words) => isWord(word, "limit") && words[index + 1]?.kind === "number");
@@ -46,7 +46,7 @@ export function withOrder(query: string, sort: string): string {
   return `${query.slice(0, limit.from).trimEnd()} order by ${sort} ${query.slice(limit.from)}`.trimStart();
 }
 
-/** What a click on a header makes of the present sort: first down, then up, then none. */
+/** The sort after a click on a header: first down, then up, then none. */
 export function nextSort(sort: string, field: string): string {
   if (sort === `${field} desc`) return `${field} asc`;
   return sort === `${field} asc` ? "" : `${field} desc`;
@@ -63,7 +63,7 @@ export interface Vocabulary {
 }
 
 export interface Option {
-  /** What is put in place of the word; a caret after it is where one writes on. */
+  /** The text that replaces the word; the user continues to type at the caret in it. */
   text: string;
   hint: string;
 }
@@ -98,7 +98,7 @@ const AFTER: readonly Option[] = [
 ];
 const OPERATORS = ["=", "!=", "<", "<=", ">", ">="];
 
-/** What may stand at the caret: fields, operators, values or connectives, with what has been typed of it. */
+/** What may stand at the caret: fields, operators, values or connectives that match what has been typed. */
 export function complete(query: string, caret: number, known: Vocabulary): Completion {
   const words = wordsOf(query.slice(0, caret));
   const last = words.at(-1);
@@ -169,7 +169,7 @@ function values(field: Word | undefined, known: Vocabulary): Option[] {
   return metric ? [{ text: "", hint: metric.hint }].filter((one) => one.text) : [];
 }
 
-/** A key as the grammar wants it: quoted when it is not plain. */
+/** A key as the grammar requires it: quoted if it is not plain. */
 export function quoteKey(key: string): string {
   return /^[\w/-]+(\.[\w/-]+)*$/u.test(key) ? key : `"${key.replaceAll("\\", "\\\\").replaceAll('"', '\\"')}"`;
 }

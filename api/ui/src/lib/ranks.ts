@@ -1,6 +1,6 @@
 /** Ranks of a job, and the metrics that a state has of each of them. Pure. */
 
-/** Ranks, which ascend, as people write them: `0-3, 7`. */
+/** Ascending ranks as people write them: `0-3, 7`. */
 export function ranksText(ranks: readonly number[]): string {
   const spans: [number, number][] = [];
   for (const rank of ranks) {
@@ -11,8 +11,8 @@ export function ranksText(ranks: readonly number[]): string {
   return spans.map(([low, high]) => (low === high ? `${low}` : `${low}-${high}`)).join(", ");
 }
 
-/** Of each metric that ranks measured for themselves, their keys by rank: `loss@0`, `loss@1`, … beside a `loss`. What somebody calls `acc@5`, beside
- no `acc@0`, is no rank's. */
+/** The keys by rank of each metric that ranks measured for themselves: `loss@0`, `loss@1`, … beside a `loss`. A metric that a user calls `acc@5`, where there
+ is no `acc@0`, is not a rank's. */
 export function byRank(keys: Iterable<string>): ReadonlyMap<string, readonly string[]> {
   const all = new Set(keys);
   const found = new Map<string, { rank: number; key: string }[]>();
@@ -33,7 +33,7 @@ export function withoutRanks(keys: Iterable<string>): string[] {
   return all.filter((key) => !members.has(key));
 }
 
-/** At most so many, evenly; the first and the last are among them. */
+/** At most so many, evenly spaced; the first and the last are among them. */
 export const evenly = <T>(all: readonly T[], most: number): T[] =>
   all.length <= most ? [...all] : Array.from({ length: most }, (_, number) => all[Math.round((number * (all.length - 1)) / (most - 1))]!);
 

@@ -2,7 +2,7 @@ import { readFileSync } from "node:fs";
 import { expect, it } from "vitest";
 import { byRelevance, chiefMetric, guessAim } from "./relevance";
 
-/** What the same rules in Python are tested with too (tests/lineage/test_relevance.py). */
+/** The same rules in Python are tested with this too (tests/lineage/test_relevance.py). */
 const table = JSON.parse(readFileSync(new URL("./relevance.test.json", import.meta.url), "utf8")) as { ordered: string[][]; better: Record<string, string> };
 
 it("orders metrics as every other part does, the loss first", () => {

@@ -6,7 +6,7 @@ export interface StreamEvent {
   id: string | null;
 }
 
-/** Feeds on pieces of text and gives whole events; what is not yet whole is kept. Comments are dropped. */
+/** Takes in pieces of text and returns complete events; an incomplete rest is kept. Comments are dropped. */
 export class EventReader {
   #rest = "";
 
@@ -31,7 +31,7 @@ function eventOf(block: string): StreamEvent | null {
   return data.length ? { ...found, data: data.join("\n") } : null;
 }
 
-/** How long to wait before the next attempt, ms: doubling, never above 15 s, spread so that pages do not come all at once. */
+/** How long to wait before the next attempt, in ms: doubling, never above 15 s, randomised so that pages do not all return at once. */
 export function backoff(attempt: number, random: () => number = Math.random): number {
   return Math.min(15_000, 500 * 2 ** attempt) * (0.5 + random() / 2);
 }

@@ -1,13 +1,13 @@
-/** The token that says what the user may do. Kept for the tab only; taken from the address's fragment, which browsers never send. */
+/** The token that says what the user may do. It is kept only for the tab, and taken from the address's fragment, which browsers never send. */
 
 const KEY = "datastates.token";
 
-/** `asked` is why a token is wanted now, null when none is; the token dialog shows itself by it and calls `giveToken`. */
+/** `asked` says why a token is wanted now, null when none is; the token dialog opens by it and calls `giveToken`. */
 export const token = $state<{ value: string | null; asked: string | null }>({ value: null, asked: null });
 
 let waiting: { promise: Promise<boolean>; resolve: (given: boolean) => void } | null = null;
 
-/** Take `#token=…` out of the address, else what the tab has kept. Called once, before the first request. */
+/** Takes `#token=…` out of the address, or else what the tab has stored. Called once, before the first request. */
 export function findToken(): void {
   const given = new URLSearchParams(location.hash.slice(1)).get("token");
   if (given) {
@@ -17,7 +17,7 @@ export function findToken(): void {
   token.value = given ?? sessionStorage.getItem(KEY);
 }
 
-/** Ask the user for a token; true once one was given, false when the dialog was closed. Those who ask meanwhile wait for the same answer. */
+/** Asks the user for a token; true once one was given, false when the dialog was closed. Concurrent callers wait for the same answer. */
 export function askToken(why: string): Promise<boolean> {
   if (!waiting) {
     let resolve: (given: boolean) => void = () => {};
@@ -30,13 +30,13 @@ export function askToken(why: string): Promise<boolean> {
 
 const listeners = new Set<() => void>();
 
-/** Call `listener` whenever a token is given. Returns how to stop. */
+/** Calls `listener` whenever a token is given. Returns a function that stops it. */
 export function onToken(listener: () => void): () => void {
   listeners.add(listener);
   return () => listeners.delete(listener);
 }
 
-/** What the dialog was answered with; null when it was closed without a token. */
+/** The user's answer in the dialog; null when it was closed without a token. */
 export function giveToken(value: string | null): void {
   if (value !== null) {
     token.value = value;
@@ -48,7 +48,7 @@ export function giveToken(value: string | null): void {
   waiting = null;
 }
 
-/** Forget the token, here and in the tab. */
+/** Forgets the token, here and in the tab. */
 export function dropToken(): void {
   token.value = null;
   sessionStorage.removeItem(KEY);

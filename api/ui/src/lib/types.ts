@@ -1,4 +1,4 @@
-/** What the API says, by the words of the table. The shapes are those of its OpenAPI document: `scripts/ui check` makes them. */
+/** The types of the API, by the names of the table. Their shapes are those of its OpenAPI document: `scripts/ui check` generates them. */
 import type { components } from "../generated/openapi";
 
 type Schemas = components["schemas"];
@@ -14,7 +14,7 @@ export type Histogram = Required<Schemas["Histogram"]>;
 export type Parallels = Required<Schemas["Parallels"]>;
 export type Edge = Schemas["Edge"];
 export type Fork = Schemas["Fork"];
-/** A server of this version says all of it. */
+/** A server of this version sends all of these fields. */
 export type GraphRow = Required<Schemas["GraphRow"]>;
 export type GraphPage = Omit<Required<Schemas["GraphPage"]>, "rows"> & { rows: GraphRow[] };
 export type Overview = Schemas["Overview"];

@@ -1,4 +1,4 @@
-/** What is shown, in one place: read `view`, change it by `change`. The address always says the same. */
+/** What is shown, in one place: read `view`, change it with `change`. The address always says the same. */
 import { DEFAULTS, parseAddress, writeAddress, type Panel, type Scene, type Theme, type View } from "./address";
 
 export type { Panel, Scene, Theme, View };
@@ -6,10 +6,10 @@ export type Dialog = "none" | "help" | "ref" | "goto";
 
 export const view = $state<View>({ ...DEFAULTS });
 
-/** Small windows over the page; not part of the address. The token's dialog has a store of its own. */
+/** Small windows over the page, which are not part of the address. The token dialog has a store of its own. */
 export const dialog = $state<{ open: Dialog }>({ open: "none" });
 
-/** Show something else. `push` adds a step that "back" undoes; `replace` is for typing and moving. */
+/** Shows something else. `push` adds a step that "back" undoes; `replace` is for typing and moving. */
 export function change(patch: Partial<View>, how: "push" | "replace" = "push"): void {
   Object.assign(view, patch);
   const address = location.pathname + writeAddress(view) + location.hash;
@@ -19,13 +19,13 @@ export function change(patch: Partial<View>, how: "push" | "replace" = "push"): 
   if ("columns" in patch && !("repository" in patch)) remember();
 }
 
-/** Select a state, and open what shows it: beside curves, where they are open. */
+/** Selects a state, and opens what shows it: beside the curves, if they are open. */
 export function openState(uid: string): void {
   if (view.panel === "curves") change({ selected: uid, own: { ...view.own, "curves.beside": "1" } });
   else change({ selected: uid, panel: "detail" });
 }
 
-/** Close the innermost thing that is open: a dialog, then the panel. False when nothing was. */
+/** Closes the innermost open thing: a dialog, then the panel. False when nothing was open. */
 export function close(): boolean {
   if (dialog.open !== "none") {
     dialog.open = "none";
@@ -37,14 +37,14 @@ export function close(): boolean {
   return true;
 }
 
-/** Read the address, and go on reading it when the user goes back or forth. Called once. */
+/** Reads the address now, and again whenever the user goes back or forward. Called once. */
 export function followAddress(): void {
   const read = () => Object.assign(view, parseAddress(location.search));
   read();
   addEventListener("popstate", read);
 }
 
-/** Choose a repository. The columns that its last visitor here had chosen come back, unless the address names others. */
+/** Chooses a repository. The columns that were last chosen for it in this browser come back, unless the address names others. */
 export function enterRepository(name: string, how: "push" | "replace" = "push"): void {
   const isNew = view.repository !== "" && view.repository !== name;
   const kept = recall(name);
@@ -77,6 +77,6 @@ function remember(): void {
   try {
     localStorage.setItem(keyOf(view.repository), JSON.stringify(kept));
   } catch {
-    // a browser that keeps nothing: the address still says it all
+    // the browser stores nothing: the address still has everything
   }
 }

@@ -1,4 +1,4 @@
-/** Markdown that anybody may have written, as HTML that can do nothing: no raw HTML, no images, no addresses but those of the web and of mail. */
+/** Markdown from anybody as harmless HTML: no raw HTML, no images, no links except to the web and mail. */
 import DOMPurify from "dompurify";
 import { Marked } from "marked";
 

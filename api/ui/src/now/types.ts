@@ -1,4 +1,4 @@
-/** What goes on and what lies where, as the API says it. A server of this version says all of it. */
+/** What is going on and what is stored where, as in the API. A server of this version sends all of these fields. */
 import type { components } from "../generated/openapi";
 
 type Schemas = components["schemas"];

@@ -1,4 +1,4 @@
-/** A question to the server and what came of it. The last answer stays while the next one is awaited. */
+/** A request to the server and its result. The last answer stays while the next one is awaited. */
 import { asProblem, type Problem } from "../lib/problem";
 
 export class Asked<T> {
@@ -7,7 +7,7 @@ export class Asked<T> {
   busy = $state(false);
   #running: AbortController | null = null;
 
-  /** Ask; a question that is still open is given up. */
+  /** Sends a request; one that is still open is cancelled. */
   async ask(question: (signal: AbortSignal) => Promise<T>): Promise<void> {
     this.#running?.abort();
     const running = (this.#running = new AbortController());
@@ -24,7 +24,7 @@ export class Asked<T> {
     this.busy = false;
   }
 
-  /** Give up what is open and forget what was answered. */
+  /** Cancels an open request, and forgets the answer. */
   forget(): void {
     this.#running?.abort();
     this.#running = null;

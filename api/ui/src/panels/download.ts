@@ -3,18 +3,18 @@ import { payloadAddress } from "../lib/api";
 import { problemOf } from "../lib/problem";
 import { token } from "../lib/token.svelte";
 
-/** Where the bytes are fetched from: all tensors, or that of one path. */
+/** The address of the bytes: all tensors, or that of one path. */
 export function fileAddress(uid: string, path: string | null): string {
   return payloadAddress(uid) + (path === null ? "" : `?only=${encodeURIComponent(literal(path))}`);
 }
 
-/** A pattern that fits this path alone. */
+/** A pattern that matches only this path. */
 export const literal = (path: string): string => path.replace(/[[*?]/g, "[$&]");
 
 export const fileName = (uid: string, path: string | null): string =>
   path === null ? `${uid.slice(0, 12)}.safetensors` : `${uid.slice(0, 12)}.${path.replace(/[^\w.-]+/g, "_")}.safetensors`;
 
-/** Fetch with the token, since a link cannot send one, and save: as it arrives where the browser can, else from memory. */
+/** Fetches with the token, which a link cannot send, and saves: while it arrives if the browser can, else from memory. */
 export async function save(uid: string, path: string | null): Promise<void> {
   const sink = await choose(fileName(uid, path));
   const headers: Record<string, string> = token.value ? { Authorization: `Bearer ${token.value}` } : {};

@@ -1,7 +1,7 @@
-/** Asking again when the repository changes, but not more often than a reader can follow. */
+/** Repeats a request when the repository changes, but not more often than a reader can follow. */
 import { onEvents } from "../lib/live.svelte";
 
-/** Call `again` soon after events: the last one always counts, and no two calls are nearer than `pauseMs`. Returns how to stop. */
+/** Calls `again` soon after events: the last one always counts, and calls are at least `pauseMs` apart. Returns a function that stops it. */
 export function onFresh(again: () => void, pauseMs = 1000): () => void {
   let timer: ReturnType<typeof setTimeout> | null = null;
   let last = 0;

@@ -1,4 +1,4 @@
-/** What the help shows. */
+/** The content of the help. */
 
 export const KEYS: readonly (readonly [readonly string[], string])[] = [
   [["/"], "filter"],

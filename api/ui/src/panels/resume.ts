@@ -1,6 +1,6 @@
-/** The commands that go on from a state. */
+/** The commands that continue from a state. */
 
-/** Python that trains on from it: on the branch whose head it is, else on a branch of its own. */
+/** Python that continues training from it: on the branch whose head it is, else on a branch of its own. */
 export function trackLine(uid: string, headOf: string | null): string {
   if (headOf !== null) return `run = repo.track(model=model, optimizer=optimizer, branch=${JSON.stringify(headOf)})`;
   return `run = repo.track(model=model, optimizer=optimizer, start="${uid}", branch="from-${uid.slice(0, 6)}")`;

@@ -1,20 +1,20 @@
-/** How large panels were left, in pixels: kept for this browser, not in the address, as screens differ. */
+/** The sizes of panels, in pixels; stored in this browser and not in the address, since screens differ. */
 
 const KEY = "datastates.sizes";
 
 const sizes = $state<Record<string, number>>(recall());
 
-/** Undefined: as it comes. */
+/** Undefined: the default size. */
 export const sizeOf = (panel: string): number | undefined => sizes[panel];
 
-/** `size` null: as it comes. */
+/** `size` null: the default size. */
 export function resized(panel: string, size: number | null): void {
   if (size === null) delete sizes[panel];
   else sizes[panel] = size;
   try {
     localStorage.setItem(KEY, JSON.stringify(sizes));
   } catch {
-    // a browser that keeps nothing: they last as long as the page
+    // the browser stores nothing: the sizes last as long as the page
   }
 }
 

@@ -1,8 +1,8 @@
-/** What panels write beyond `lib/format`. */
+/** Texts of the panels beyond `lib/format`. */
 
 export const shapeText = (shape: readonly number[]): string => (shape.length === 0 ? "scalar" : shape.join(" × "));
 
-/** A part of 1 in per cent; a part so small that it would read as nothing keeps its digits. */
+/** A part of 1 in per cent; a part so small that it would be shown as zero keeps its digits. */
 export function percent(part: number | null): string {
   if (part === null) return "–";
   const value = part * 100;
@@ -19,8 +19,8 @@ export function plain(value: unknown): string {
 
 const LONG = 120; // letters; a generator's state has thousands
 
-/** What is too long to read, by its beginning and its length. */
+/** A text that is too long to read, as its beginning and its length. */
 export const clipped = (text: string): string => (text.length <= LONG ? text : `${text.slice(0, 24)}… (${text.length} characters)`);
 
-/** One or many of a thing. */
+/** The singular or the plural of a word. */
 export const counted = (count: number, one: string, many = `${one}s`): string => `${count} ${count === 1 ? one : many}`;

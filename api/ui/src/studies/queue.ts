@@ -1,10 +1,10 @@
-/** Work for the network a few at a time, so that a gallery leaves room for what one clicks. */
+/** Runs network requests a few at a time, so that a gallery leaves room for what the user clicks. */
 
 const AT_ONCE = 3;
 const waiting: (() => Promise<void>)[] = [];
 let running = 0;
 
-/** Do it soon; it must not throw. */
+/** Runs it soon; it must not throw. */
 export function soon(work: () => Promise<void>): void {
   waiting.push(work);
   next();

@@ -1,4 +1,4 @@
-/** Studies as the API says them. A server of this version says all of it. */
+/** Studies as in the API. A server of this version sends all of these fields. */
 import type { components } from "../generated/openapi";
 
 type Schemas = components["schemas"];

@@ -1,4 +1,4 @@
-/** What the rows of studies say, and their order. Pure. */
+/** The texts in the rows of studies, and their order. Pure. */
 import { formatCount, formatValue } from "../lib/format";
 import type { Value } from "../lib/types";
 import type { Study, StudyVariant } from "./types";
@@ -17,7 +17,7 @@ export const ORDERS: readonly (readonly [Order, string])[] = [
   ["tree", "as planned"], ["rank", "the best first"], ["took", "the longest first"], ["bytes", "the largest first"],
 ];
 
-/** The variants in an order; what has no rank comes last. The order of the API is that of the tree. */
+/** The variants in an order; those without a rank come last. The order of the API is that of the tree. */
 export function inOrder(variants: readonly StudyVariant[], order: Order): readonly StudyVariant[] {
   if (order === "tree") return variants;
   const size = (one: StudyVariant) => (order === "rank" ? (one.rank ?? Infinity) : -(one[order === "took" ? "took_s" : "bytes"] ?? 0));
@@ -36,7 +36,7 @@ export const studyTitle = (study: Study): string => `${study.name}: ${formatCoun
 
 export const percent = (share: number): string => `${(share * 100).toFixed(share > 0 && share < 0.1 ? 1 : 0)} %`;
 
-/** Epochs, and what part of the data they were over: `2 / 3`, `1 / 1 · 80 %`. */
+/** Epochs, and the part of the data that they were over: `2 / 3`, `1 / 1 · 80 %`. */
 export function epochsText(one: StudyVariant): string {
   const epochs = one.epochs === null ? `${one.epoch ?? "–"}` : `${one.epoch ?? 0} / ${one.epochs}`;
   return one.samples !== null && one.samples_all ? `${epochs} · ${percent(one.samples / one.samples_all)}` : epochs;
@@ -48,5 +48,5 @@ export function splitError(error: string): readonly [string, string] {
   return at < 0 ? [error, ""] : [error.slice(0, at), error.slice(at).trim()];
 }
 
-/** A setting as somebody would write it: `0.1`, not `0.1000`. */
+/** A setting as a person would write it: `0.1`, not `0.1000`. */
 export const settingText = (value: Value): string => (typeof value === "number" && Math.abs(value) >= 1e-4 && Math.abs(value) < 1e7 ? String(Number(value.toPrecision(6))) : formatValue(value));

@@ -11,7 +11,7 @@ export interface Column {
   /** A width of a CSS grid. */
   width: string;
   isNumber: boolean;
-  /** What `order by` calls it; null when it cannot be sorted by. */
+  /** The name in `order by`; null if it cannot be sorted by. */
   sortBy: string | null;
 }
 
@@ -25,7 +25,7 @@ const FIXED: Readonly<Record<string, Omit<Column, "id">>> = {
   bytes: { title: "New bytes", width: "86px", isNumber: true, sortBy: null },
 };
 
-/** The columns that are shown unless others were chosen: those that the filter or the sort speaks of, then by what people look at first. */
+/** The columns that are shown unless others were chosen: those that the filter or the sort uses, then the most relevant ones. */
 export function defaultColumns(stats: Stats | null, isNarrow: boolean, query = ""): string[] {
   const asked = fieldsOf(query).filter((id) => id.startsWith("metrics.") || id.startsWith("attr."));
   const whole = new Set(withoutRanks((stats?.metrics ?? []).map((one) => one.key)));
@@ -42,7 +42,7 @@ export function fieldsOf(query: string): string[] {
   return [...new Set(found)];
 }
 
-/** Every column that there is to choose from. */
+/** Every column that can be chosen. */
 export function allColumns(stats: Stats | null): string[] {
   return [
     ...Object.keys(FIXED),
@@ -59,7 +59,7 @@ export function columnOf(id: string): Column {
   return { id, title: key, width: isMetric ? "minmax(84px, 0.6fr)" : "minmax(84px, 0.8fr)", isNumber: isMetric, sortBy: `${prefix}.${quoteKey(key)}` };
 }
 
-/** What a column says of a state; names are not text but chips, and made elsewhere. */
+/** The text of a column for a state; names are not text but chips, and made elsewhere. */
 export function textOf(id: string, state: State, now: number): string {
   switch (id) {
     case "step":
@@ -81,7 +81,7 @@ export function textOf(id: string, state: State, now: number): string {
   return value === undefined ? "" : formatValue(value);
 }
 
-/** What pointing at a cell says: the value in full. */
+/** The text on pointing at a cell: the value in full. */
 export function titleOf(id: string, state: State): string {
   if (id === "age") return formatTime(state.created_at);
   if (id === "uid") return state.uid;

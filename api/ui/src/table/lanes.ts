@@ -1,9 +1,9 @@
-/** The lines and dots of a row of the graph: what the server's lanes mean in pixels. */
+/** The lines and dots of a row of the graph: the server's lanes in pixels. */
 import { isGone } from "../lib/format";
 import type { GraphRow, State } from "../lib/types";
 import { ROW } from "./scroll";
 
-/** A line within a row. It begins and ends at the row's top (0), middle (0.5) or bottom (1); it is of a branch. */
+/** A line within a row. It begins and ends at the row's top (0), middle (0.5) or bottom (1), and belongs to a branch. */
 export interface Line {
   from: number;
   to: number;
@@ -13,7 +13,7 @@ export interface Line {
   branch: number;
 }
 
-/** Every line of a row: those that pass, those that end at the state from its children, those that go on to its parents. */
+/** Every line of a row: those that pass, those that end at the state from its children, those that continue to its parents. */
 export function linesOf(row: GraphRow): Line[] {
   const lines: Line[] = [];
   row.above.forEach((lane, index) => {
@@ -29,7 +29,7 @@ export function linesOf(row: GraphRow): Line[] {
   return lines;
 }
 
-/** The branch of the line that passes a row in a column, or of the row itself; `NO_BRANCH` where there is none. */
+/** The branch of the line that passes a row in a column, or of the row itself; `NO_BRANCH` if there is none. */
 export function branchAt(row: GraphRow, lane: number): number {
   if (row.lane === lane) return row.branch;
   const above = row.above.indexOf(lane);
@@ -37,10 +37,10 @@ export function branchAt(row: GraphRow, lane: number): number {
   return row.below_branches[row.below.indexOf(lane)] ?? NO_BRANCH;
 }
 
-/** The key of what no branch leads to. */
+/** The key for lines and rows that no branch leads to. */
 export const NO_BRANCH = -1;
 
-/** How the lanes share a width: never closer than 4 pixels nor wider apart than 14. */
+/** How the lanes share a width: never closer than 4 pixels, nor wider apart than 14. */
 export interface Spread {
   width: number;
   gap: number;
@@ -55,13 +55,13 @@ export function spread(lanes: number, widest: number): Spread {
 
 export const xOf = (lane: number, { gap }: Spread): number => MARGIN + lane * gap;
 
-/** The lane at a place of the graph; null beside all of them. */
+/** The lane at a position in the graph; null beside all of them. */
 export function laneAt(x: number, { gap }: Spread): number | null {
   const lane = Math.round((x - MARGIN) / gap);
   return lane >= 0 && Math.abs(x - MARGIN - lane * gap) <= Math.max(4, gap / 2) ? lane : null;
 }
 
-/** What is drawn with: the theme's colours. */
+/** The theme's colours for drawing. */
 export interface Paint {
   /** The colour of a branch by its key. */
   of: (branch: number) => string;
@@ -85,12 +85,12 @@ export interface Dot {
 const THIN = 1.75;
 const THICK = 3;
 
-/** The lines of many rows. Upright ones, which are most, are rectangles: a hundred times cheaper than a path where no GPU draws. */
+/** The lines of many rows. Vertical ones, which are most, are drawn as rectangles: a hundred times cheaper than a path where no GPU draws. */
 export class Strokes {
   readonly #upright = new Map<number, { x: number; y: number; height: number }[]>(); // by branch
   readonly #curves = new Map<number, Path2D>();
 
-  /** Add the lines of a row whose top is at `y`. */
+  /** Adds the lines of a row whose top is at `y`. */
   add(row: GraphRow, y: number, at: Spread): void {
     for (const line of linesOf(row)) {
       const [x0, x1] = [xOf(line.from, at), xOf(line.to, at)];
@@ -100,7 +100,7 @@ export class Strokes {
     }
   }
 
-  /** Draw them all; the branch that is pointed at is wider. */
+  /** Draws them all; the branch that is pointed at is wider. */
   draw(on: CanvasRenderingContext2D, paint: Paint, lit: number | null): void {
     for (const [branch, lines] of this.#upright) {
       on.fillStyle = paint.of(branch);
@@ -114,7 +114,7 @@ export class Strokes {
     }
   }
 
-  /** A line that goes on from the row above makes that one longer. */
+  /** A line that continues one from the row above extends that one. */
   #addUpright(branch: number, x: number, y0: number, y1: number): void {
     const lines = this.#upright.get(branch) ?? [];
     const last = lines.findLast((line) => line.x === x);
@@ -132,13 +132,13 @@ export class Strokes {
   }
 }
 
-/** Go on to the corner, round it, and to the end: a line leaves its lane at once and is level where it meets a state. */
+/** Goes on to the corner, around it, and to the end: a line leaves its lane at once and is level where it meets a state. */
 function turn(on: Path2D, xCorner: number, yCorner: number, x: number, y: number, width: number): void {
   on.arcTo(xCorner, yCorner, x, y, Math.min(ROW / 2 - 4, width));
   on.lineTo(x, y);
 }
 
-/** Draw a state: full when its bytes are somewhere, hollow when they are gone; a ring when a branch or a tag names it. */
+/** Draws a state: full if its bytes are somewhere, hollow if they are gone; with a ring if a branch or a tag names it. */
 export function drawDot(on: CanvasRenderingContext2D, dot: Dot, y: number, at: Spread, paint: Paint): void {
   const x = xOf(dot.lane, at);
   const middle = y + ROW / 2;
@@ -157,7 +157,7 @@ export function drawDot(on: CanvasRenderingContext2D, dot: Dot, y: number, at: S
   if (dot.isSelected) circle(on, x, middle, radius + 4.5, null, paint.text, 1.5);
 }
 
-/** Several states in one: a lozenge as wide as a dot and higher, with the line through it parted. */
+/** Several states in one: a lozenge as wide as a dot but higher, which interrupts the line through it. */
 function stretch(on: CanvasRenderingContext2D, x: number, middle: number, radius: number, colour: string, chosen: string | null, ground: string): void {
   on.fillStyle = ground;
   on.fillRect(x - radius - 1, middle - 9, 2 * radius + 2, 18);

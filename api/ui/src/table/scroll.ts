@@ -1,8 +1,8 @@
-/** One scroll position for rows of one height, also for more of them than a browser can make an element high for.
+/** One scroll position for rows of one height, even for more rows than a browser can make an element high for.
  *
- * All rows would stand below each other in `full` pixels; the element is `height` pixels high, at most `LIMIT`. Where the two differ
- * a small move of the element moves the rows as far, a large one (the scroll bar was dragged) moves them in proportion, and `settle`
- * says where the element belongs once it rests. Pure: who scrolls tells it.
+ * Together the rows are `full` pixels high; the element is `height` pixels high, at most `LIMIT`. Where the two differ, a small move of the
+ * element moves the rows equally far, a large one (the scroll bar was dragged) moves them in proportion, and `settle` returns where the
+ * element belongs once it rests. Pure: the component that scrolls calls it.
  */
 
 export const ROW = 28;
@@ -23,12 +23,12 @@ export class Scale {
     return this.full === this.height;
   }
 
-  /** How many pixels of rows are above what is seen. */
+  /** How many pixels of rows are above the visible part. */
   get offset(): number {
     return this.#offset;
   }
 
-  /** Where a row stands within the element. */
+  /** The position of a row within the element. */
   topOf(index: number): number {
     return this.isExact ? index * ROW : index * ROW - this.#offset + this.#physical;
   }
@@ -42,14 +42,14 @@ export class Scale {
     else this.#offset = this.#clamp(isSmall ? this.#offset + moved : physical * this.#ratio());
   }
 
-  /** Show `offset`; gives where the element is to be scrolled to. */
+  /** Shows `offset`; returns the position to scroll the element to. */
   aim(offset: number): number {
     this.#offset = this.#clamp(offset);
     this.#physical = this.isExact ? this.#offset : Math.round(this.#offset / this.#ratio());
     return this.#physical;
   }
 
-  /** Where the element belongs once it rests, so that the scroll bar tells the truth and both ends can be reached. */
+  /** The position of the element once it rests, so that the scroll bar is correct and both ends can be reached. */
   settle(): number {
     return this.isExact ? this.#physical : this.aim(this.#offset);
   }
@@ -63,7 +63,7 @@ export class Scale {
   }
 }
 
-/** The rows to have in the page: those that are seen, and at least `extra` on both sides. They change by `extra` rows, not by each one. */
+/** The rows to keep in the page: the visible ones, and at least `extra` on both sides. They change by `extra` rows, not by each one. */
 export function seen(offset: number, viewport: number, total: number, extra: number): { start: number; end: number } {
   const first = Math.floor(offset / ROW / extra) * extra - extra;
   const last = Math.ceil((offset + viewport) / ROW / extra) * extra + extra;

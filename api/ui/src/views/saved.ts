@@ -1,4 +1,4 @@
-/** Views that somebody gave a name to: kept by this browser, for each repository, as the addresses that show them. */
+/** Views that the user has named: stored in this browser, for each repository, as the addresses that show them. */
 import { DEFAULTS, parseAddress, writeAddress, type View } from "../lib/address";
 
 export interface Saved {
@@ -10,7 +10,7 @@ export const MOST = 50;
 const LONGEST = 80;
 const keyOf = (repository: string) => `datastates.views.${repository}`;
 
-/** Those of a repository, by name; what a browser holds that cannot be one is left out. */
+/** The views of a repository, by name; impossible entries in the browser's storage are left out. */
 export function savedViews(repository: string, store: Pick<Storage, "getItem">): Saved[] {
   try {
     const kept: unknown = JSON.parse(store.getItem(keyOf(repository)) ?? "[]");
@@ -20,13 +20,13 @@ export function savedViews(repository: string, store: Pick<Storage, "getItem">):
   }
 }
 
-/** With a view under a name; one of that name is replaced. */
+/** The list with a view under a name; one of that name is replaced. */
 export function withView(views: readonly Saved[], name: string, view: View): Saved[] {
   const kept = { name: tidy(name), address: writeAddress({ ...view, theme: DEFAULTS.theme }) };
   return [...views.filter((one) => one.name !== kept.name), kept].sort((one, other) => one.name.localeCompare(other.name));
 }
 
-/** With another name for a view; the same list where that is empty or taken. */
+/** The list with another name for a view; the same list if that name is empty or taken. */
 export function renamed(views: readonly Saved[], from: string, to: string): Saved[] {
   const name = tidy(to);
   if (!name || views.some((one) => one.name === name)) return [...views];
@@ -35,12 +35,12 @@ export function renamed(views: readonly Saved[], from: string, to: string): Save
 
 export const without = (views: readonly Saved[], name: string): Saved[] => views.filter((one) => one.name !== name);
 
-/** What is shown by a saved view; the theme stays the reader's. */
+/** What a saved view shows; the theme stays the reader's. */
 export function viewOf(saved: Saved, now: View): View {
   return { ...parseAddress(saved.address), repository: now.repository, theme: now.theme };
 }
 
-/** False where the browser keeps nothing. */
+/** False if the browser stores nothing. */
 export function keepViews(repository: string, views: readonly Saved[], store: Pick<Storage, "setItem">): boolean {
   try {
     store.setItem(keyOf(repository), JSON.stringify(views));

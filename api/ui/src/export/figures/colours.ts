@@ -1,4 +1,4 @@
-/** How lines and points of branches are coloured, and the legend that says it. Pure. */
+/** The colours of lines and points of branches, and their legend. Pure. */
 import type { Tick } from "../../compare/axes";
 import { legendOf, scaleOf, type Ink } from "../svg";
 
@@ -6,9 +6,9 @@ export interface Coloured {
   names: readonly string[];
   /** As `#rrggbb`. */
   colours: readonly string[];
-  /** Which are chosen: the others are pale. */
+  /** Which branches are chosen; the others are pale. */
   kept: readonly boolean[];
-  /** What the colours are a scale of; null: each branch has its own. */
+  /** What the colours are a scale of; null: each branch has its own colour. */
   scale: { title: string; marks: readonly Tick[] } | null;
 }
 

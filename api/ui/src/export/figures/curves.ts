@@ -12,7 +12,7 @@ export interface CurveLine {
   colour: number;
   dash: readonly number[];
   values: readonly Y[];
-  /** The line before it was smoothed. */
+  /** The line before smoothing. */
   faint: readonly Y[] | null;
   band: { low: readonly Y[]; high: readonly Y[] } | null;
 }
@@ -23,11 +23,11 @@ export interface CurvesOf {
   metric: string;
   axis: Axis;
   xs: readonly number[];
-  /** What is drawn last lies above; the legend has them the other way round. */
+  /** Lines that are drawn last are on top; the legend has them in reverse order. */
   lines: readonly CurveLine[];
-  /** Places where paths part. */
+  /** Places where paths fork. */
   forks: readonly number[];
-  /** What is seen of both axes; null: all there is. */
+  /** The visible part of both axes; null: everything. */
   zoom: readonly [number, number] | null;
   seen: readonly [number, number];
   isLog: boolean;
@@ -66,8 +66,8 @@ export function curvesFigure({ title, note, metric, axis, xs, lines, forks, zoom
 
 const widened = (from: number, to: number): [number, number] => (to > from ? [from, to] : [from - 1, to + 1]);
 
-/** A line over its points. Undefined is no point; what is no number parts the line, and so does on a logarithmic axis what has no place there. A point
- that is alone is drawn as a dot. */
+/** A line through its points. Undefined means no point. A value that is not a number breaks the line, and so does, on a logarithmic axis, one without a place
+ there. An isolated point is drawn as a dot. */
 export function pathOf(xs: readonly number[], values: readonly Y[], x: (at: number) => number, y: (value: number) => number, isLog: boolean): string {
   let [path, isDown, alone] = ["", false, ""];
   values.forEach((value, index) => {
@@ -84,7 +84,7 @@ export function pathOf(xs: readonly number[], values: readonly Y[], x: (at: numb
   return path + alone;
 }
 
-/** What lies between two lines, wherever both have a point. */
+/** The area between two lines, wherever both have a point. */
 function areaOf(xs: readonly number[], low: readonly Y[], high: readonly Y[], x: (at: number) => number, y: (value: number) => number, isLog: boolean): string {
   const there = xs.flatMap((at, index) => {
     const [least, most] = [low[index], high[index]];

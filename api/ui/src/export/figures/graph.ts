@@ -31,7 +31,7 @@ export function graphFigure({ title, note, rows, branch, best, columns }: GraphO
   const widths = columns.map((column) => column.width ?? COLUMN);
   const places = widths.map((_, place) => names + wide + widths.slice(0, place).reduce((sum, each) => sum + each, 0));
   const width = Math.max(620, names + wide + widths.reduce((sum, each) => sum + each, 0) + EDGE);
-  /** Where the text of a column stands: numbers at its right. */
+  /** The position of a column's text: for numbers, its right end. */
   const x = (place: number) => places[place]! + (columns[place]!.isNumber ? widths[place]! - 12 : 0);
   const colour = (key: number) => {
     const name = branch(key);
@@ -55,7 +55,7 @@ export function graphFigure({ title, note, rows, branch, best, columns }: GraphO
   return documentOf({ title, note, width, height: under + 34, body: body.join("") }, ink);
 }
 
-/** A line within a row: straight, or round the corner, level where it meets a state. */
+/** A line within a row: straight, or around the corner, and level where it meets a state. */
 function strokeOf({ from, to, begins, ends }: ReturnType<typeof linesOf>[number], top: number, at: Spread, stroke: string): string {
   const [x0, x1, y0, y1] = [EDGE + xOf(from, at), EDGE + xOf(to, at), top + begins * ROW, top + ends * ROW];
   if (x0 === x1) return line(x0, y0, x1, y1, stroke);
@@ -93,7 +93,7 @@ function chipsOf(row: GraphRow, left: number, wide: number, y: number, best: str
   }).join("");
 }
 
-/** What dots mean. */
+/** The legend for the dots. */
 function symbolsOf(left: number, y: number, ink: Ink): string {
   const shown: readonly (readonly [string, string])[] = [
     [element("circle", { cx: 6, cy: 0, r: 4.5, fill: ink.muted }), "its bytes are kept"],

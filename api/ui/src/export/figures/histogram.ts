@@ -1,4 +1,4 @@
-/** How the values of a tensor are spread in two states, as a figure. Pure. */
+/** The distribution of a tensor's values in two states, as a figure. Pure. */
 import { formatNumber } from "../../lib/format";
 import type { Histogram } from "../../lib/types";
 import { along, height, outline } from "../../panels/diff/spread";
@@ -10,9 +10,9 @@ export interface HistogramOf {
   title: string;
   note: string;
   found: Histogram;
-  /** What the states are called. */
+  /** The names of the states. */
   names: readonly string[];
-  /** Whether counts are drawn by their logarithms. */
+  /** Whether counts are drawn on a logarithmic scale. */
   isLog: boolean;
 }
 

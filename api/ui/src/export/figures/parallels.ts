@@ -8,7 +8,7 @@ export interface ParallelsOf extends Coloured {
   note: string;
   axes: readonly Axis[];
   ranges: readonly Range[];
-  /** In what order lines through one value lie beside each other. */
+  /** The order in which lines through one value are placed beside each other. */
   order: readonly (number | null)[];
 }
 

@@ -1,4 +1,4 @@
-/** A plane with two axes, their marks and titles: what curves, scatter plots and histograms are drawn on. Pure. */
+/** A plane with two axes, their ticks and titles, on which curves, scatter plots and histograms are drawn. Pure. */
 import { element, line, text, widthOf, type Ink } from "../svg";
 
 export interface Tick {
@@ -12,7 +12,7 @@ export interface Plane {
   top: number;
   width: number;
   height: number;
-  /** What is drawn on it, in pixels of the figure; cut off at its edges. */
+  /** The content, in pixels of the figure; clipped at the edges. */
   body: string;
   across: { title: string; ticks: readonly Tick[] };
   upwards: { title: string; ticks: readonly Tick[] };
@@ -20,10 +20,10 @@ export interface Plane {
 
 const APART = 10;
 
-/** How wide the labels of an upright axis are, with its title. */
+/** The width of the labels of a vertical axis, with its title. */
 export const roomFor = (ticks: readonly { text: string }[]): number => 40 + Math.max(24, ...ticks.map((tick) => widthOf(tick.text)));
 
-/** What lies below the plane: labels and a title. */
+/** The part below the plane: labels and a title. */
 export const BELOW = 44;
 
 export function planeOf({ left, top, width, height, body, across, upwards }: Plane, ink: Ink): string {
@@ -43,7 +43,7 @@ export function planeOf({ left, top, width, height, body, across, upwards }: Pla
   ].join("");
 }
 
-/** Labels beside each other, none over another. */
+/** Labels side by side, without overlap. */
 function spaced(ticks: readonly Tick[]): Tick[] {
   const shown: Tick[] = [];
   for (const tick of ticks) {

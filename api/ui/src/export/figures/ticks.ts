@@ -20,7 +20,7 @@ export function linearMarks(low: number, high: number, about = 6): Mark[] {
   return multiples(low, high, step).map((at) => ({ at, text: numberText(Number(at.toPrecision(12))) }));
 }
 
-/** Powers of ten, with what lies between them where these are few; round numbers where these are too. */
+/** Powers of ten, with values in between where there are few; round numbers if those are too few as well. */
 export function logMarks(low: number, high: number): Mark[] {
   const [first, last] = [Math.floor(Math.log10(low)), Math.ceil(Math.log10(high))];
   const parts = last - first > 4 ? [1] : [1, 2, 5];
@@ -30,7 +30,7 @@ export function logMarks(low: number, high: number): Mark[] {
   return inside.length > 2 ? inside : linearMarks(low, high).filter(({ at }) => at > 0);
 }
 
-/** Places of what curves are drawn over: steps are whole, times round in this time zone. */
+/** Ticks for the axis of curves: steps are whole, times are round in this time zone. */
 export function axisMarks(low: number, high: number, axis: Axis, about = 7): Mark[] {
   if (axis === "step") return linearMarks(low, high, about).filter(({ at }) => Number.isInteger(at));
   if (axis === "epoch") return linearMarks(low, high, about);
@@ -41,7 +41,7 @@ export function axisMarks(low: number, high: number, axis: Axis, about = 7): Mar
   return multiples(low - zone, high - zone, step).map((at) => ({ at: at + zone, text: timeText(at + zone, step) }));
 }
 
-/** The day where days are told apart, else the time, to the second where that is needed. */
+/** The day if ticks are days apart, else the time, to the second if needed. */
 function timeText(at: number, step: number): string {
   const text = formatTime(new Date(at * 1000).toISOString());
   return step >= 86_400 ? text.slice(0, 10) : step >= 43_200 ? text.slice(5, 16) : step >= 60 ? text.slice(5, 16) : text.slice(11);

@@ -1,8 +1,8 @@
-/** Which curves are shown: by a rule, by name, or those that one looks for first. Pure. */
+/** Which curves are shown: by a rule, by name, or by default. Pure. */
 
 import { byRelevance } from "../../lib/relevance";
 
-/** So many curves at once are still told apart, if only by pointing at them. */
+/** So many curves at once can still be told apart, at least by pointing at them. */
 export const MOST = 100;
 const USUAL = 8;
 const KEYS = 2;
@@ -13,7 +13,7 @@ export type Pick =
   | { rule: "top" | "bottom"; count: number }
   | { rule: "names"; names: readonly string[] };
 
-/** What the address says: a rule before names, and names before the heads whose history is shown. */
+/** The choice in the address: a rule takes precedence over names, and names over the heads whose history is shown. */
 export function pickOf(rule: string, names: readonly string[], heads: readonly string[]): Pick {
   const said = /^(top|bottom)(\d{1,3})$/.exec(rule);
   const count = Number(said?.[2] ?? 0);
@@ -23,7 +23,7 @@ export function pickOf(rule: string, names: readonly string[], heads: readonly s
   return heads.length ? { rule: "names", names: heads } : { rule: "usual" };
 }
 
-/** Which branches the server has to put in order for it; null where none. */
+/** The order of branches to request from the server for it; null if none is needed. */
 export function orderOf(pick: Pick, branches: number): { sort: "best" | "-best"; limit: number } | null {
   if (pick.rule === "top") return { sort: "best", limit: pick.count };
   if (pick.rule === "bottom") return { sort: "-best", limit: pick.count };
@@ -32,7 +32,7 @@ export function orderOf(pick: Pick, branches: number): { sort: "best" | "-best";
   return null;
 }
 
-/** The heads that are shown. `ranked` are the branches in the order that was asked for: null until they are known. */
+/** The heads that are shown. `ranked` are the branches in the requested order, null until they are known. */
 export function headsOf(pick: Pick, branches: readonly string[], ranked: readonly string[] | null): string[] | null {
   if (pick.rule === "none") return [];
   if (pick.rule === "names") return [...pick.names].slice(0, MOST);
@@ -44,7 +44,7 @@ export function headsOf(pick: Pick, branches: readonly string[], ranked: readonl
   return [...trunk, ...byName(branches.filter((name) => !trunk.includes(name)))];
 }
 
-/** Names as people count: `seed-2` before `seed-10`, `lr-0.03` before `lr-0.1`. */
+/** Compares names as people count: `seed-2` before `seed-10`, `lr-0.03` before `lr-0.1`. */
 export function byName(names: readonly string[]): string[] {
   const split = (name: string) => name.split(/(\d+(?:\.\d+)?)/); // every second part is a number
   return names.map((name) => ({ name, parts: split(name) })).sort((one, other) => compare(one.parts, other.parts)).map(({ name }) => name);
@@ -59,13 +59,13 @@ function compare(one: readonly string[], other: readonly string[]): number {
   return one.length - other.length;
 }
 
-/** The names with every word of a search in them, whatever the case. */
+/** The names that contain every word of a search, ignoring case. */
 export function matching(names: readonly string[], search: string): string[] {
   const words = search.toLowerCase().split(/\s+/).filter(Boolean);
   return names.filter((name) => words.every((word) => name.toLowerCase().includes(word)));
 }
 
-/** The keys that were chosen; else those that one looks for first. */
+/** The chosen keys, else the default ones. */
 export function chosenKeys(asked: readonly string[], available: readonly string[]): string[] {
   if (asked.length) return [...asked];
   return byRelevance(available).slice(0, KEYS);

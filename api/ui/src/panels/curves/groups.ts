@@ -1,4 +1,4 @@
-/** Curves of one group, as of seeds, as their mean and its spread. Pure. */
+/** Curves of one group, such as seeds, as their mean and its spread. Pure. */
 import { rankOf } from "../../lib/ranks";
 import type { SeriesLine, Value } from "../../lib/types";
 import { placesOf, smooth, type Y } from "./points";
@@ -38,7 +38,7 @@ function order(one: Value, other: Value): number {
   return typeof one === "string" ? one.localeCompare(String(other)) : Number(one) - Number(other);
 }
 
-/** A branch of several ranks: what each of them measured, or what the branch has where none did. */
+/** The lines of a branch of several ranks: what each rank measured, or the branch's own value if none did. */
 export function jobOf(line: SeriesLine, ranks: readonly SeriesLine[]): Group {
   const members = ranks.filter((one) => one.head === line.head);
   return { name: line.head, lines: members.length ? members : [line] };
@@ -52,8 +52,8 @@ interface Dot {
   y: Y;
 }
 
-/** The mean of some lines wherever one of them has a point. Between its own points a line is straight; beyond its ends, and beside a gap, it is not there.
- With `factor` each is smoothed before. */
+/** The mean of some lines, wherever one of them has a point. A line is straight between its own points; beyond its ends, and beside a gap, it does not count.
+ With `factor` each line is smoothed first. */
 export function meanOf(lines: readonly SeriesLine[], axis: Axis, spread: BandKind, factor = 0): Mean {
   const tracks = lines.map((line) => dotsOf(line, axis, factor));
   const xs = [...new Set(tracks.flat().map((dot) => dot.x))].sort((one, other) => one - other);
@@ -82,7 +82,7 @@ function dotsOf(line: SeriesLine, axis: Axis, factor: number): Dot[] {
   const values = factor > 0 ? smooth(line.values, factor) : line.values;
   const dots: Dot[] = [];
   placesOf(line, axis).forEach((x, index) => x !== null && dots.push({ x, y: values[index] }));
-  dots.sort((one, other) => one.x - other.x); // stable: of points at one place the last one counts
+  dots.sort((one, other) => one.x - other.x); // stable: of several points at one place the last one counts
   return dots.filter((dot, index) => dots[index + 1]?.x !== dot.x);
 }
 
@@ -93,14 +93,14 @@ function between(before: Dot | undefined, after: Dot | undefined, x: number): nu
   return before.y + ((after.y - before.y) * (x - before.x)) / (after.x - before.x);
 }
 
-/** One standard deviation of what was sampled to each side; none of a single value. */
+/** One standard deviation of the sample to each side; none for a single value. */
 function around(mean: number, values: readonly number[]): [number, number] {
   if (values.length < 2) return [mean, mean];
   const sigma = Math.sqrt(values.reduce((sum, value) => sum + (value - mean) ** 2, 0) / (values.length - 1));
   return [mean - sigma, mean + sigma];
 }
 
-/** Values over an axis that has further places. */
+/** Values along an axis that has further places. */
 export function spreadOver(xs: readonly number[], at: readonly number[], values: readonly number[]): Y[] {
   const places = new Map(at.map((x, index) => [x, index]));
   return xs.map((x) => {

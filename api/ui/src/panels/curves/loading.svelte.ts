@@ -1,4 +1,4 @@
-/** Curves as they come: some heads at a time, so that the first are seen while others are read, and the rest can be left. */
+/** Curves as they come: some heads at a time, so that the first appear while others are read, and the rest can be skipped. */
 import { getSeries } from "../../lib/api";
 import { asProblem, type Problem } from "../../lib/problem";
 import type { Fork, SeriesLine } from "../../lib/types";
@@ -15,14 +15,14 @@ export interface Question {
 const KEPT = 200; // heads; more than are ever shown at once
 
 class Loading {
-  /** The lines that are here, and what they answer. */
+  /** The loaded lines, and the request that they answer. */
   lines = $state.raw<readonly SeriesLine[]>([]);
   question = $state.raw<Question | null>(null);
   forks = $state.raw<readonly Fork[]>([]);
   done = $state(0);
   total = $state(0);
   busy = $state(false);
-  /** Whether what is missing was left on request. */
+  /** Whether the user asked to skip what is missing. */
   isStopped = $state(false);
   problem = $state.raw<Problem | null>(null);
   /** Heads that name nothing. */
@@ -34,7 +34,7 @@ class Loading {
   #wanted: Question | null = null;
   #running: AbortController | null = null;
 
-  /** Read what is asked for and not here; what was asked before is given up. */
+  /** Reads what is wanted and not loaded; an earlier request is cancelled. */
   async ask(question: Question): Promise<void> {
     this.#running?.abort();
     const running = (this.#running = new AbortController());
@@ -63,14 +63,14 @@ class Loading {
     if (this.#running === running) this.busy = false;
   }
 
-  /** Read heads again that moved: these, or all. What is here of them stays until then. */
+  /** Reads heads again that moved: these, or all. Their loaded lines stay until then. */
   async again(moved: ReadonlySet<string> | null): Promise<void> {
     if (!this.#wanted || this.busy || this.isStopped) return;
     for (const head of this.#wanted.heads) if (!moved || moved.has(head) || /[~^@]/.test(head)) this.#stale.add(head);
     await this.ask(this.#wanted);
   }
 
-  /** Leave what is not here yet. */
+  /** Skips what is not loaded yet. */
   stop(): void {
     this.#running?.abort();
     this.#running = null;

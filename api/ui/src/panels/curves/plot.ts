@@ -8,21 +8,21 @@ export interface Curve {
   colour: string;
   dash: number[];
   values: Y[];
-  /** The line before it was smoothed; null when it was not. */
+  /** The line before smoothing; null if it is not smoothed. */
   faint: Y[] | null;
   band: { low: Y[]; high: Y[] } | null;
 }
 
 export interface Drawn {
   xs: number[];
-  /** What is drawn last lies above. */
+  /** Lines that are drawn last are on top. */
   curves: Curve[];
   /** The points that can be picked. */
   points: Aligned;
   /** Places on the axis. */
   forks: number[];
   selected: string | null;
-  /** What is seen of the axis; null: all. */
+  /** The visible part of the axis; null: all of it. */
   zoom: readonly [number, number] | null;
   ink: string;
   faint: string;
@@ -44,7 +44,7 @@ export interface Asks {
   onzoom: (zoom: [number, number] | null) => void;
   /** The curve that is pointed at. */
   onpoint: (curve: number | null) => void;
-  /** What is seen of values between two places. */
+  /** The visible range of values between two places. */
   seen: (from: number, to: number) => Seen | null;
 }
 
@@ -73,7 +73,7 @@ export class Plot {
     this.#zoom();
   }
 
-  /** New numbers for the same lines. */
+  /** Sets new numbers for the same lines. */
   draw(drawn: Drawn): void {
     this.#drawn = drawn;
     this.#parts = partsOf(drawn.curves);
@@ -87,7 +87,7 @@ export class Plot {
     this.#plot.setSize({ width, height });
   }
 
-  /** Let one curve stand out; null: none. */
+  /** Highlights one curve; null: none. */
   point(curve: number | null): void {
     const at = curve === null ? -1 : this.#parts.findIndex((part) => part.kind === "line" && part.curve === curve);
     this.#plot.setSeries(at < 0 ? null : at + 1, { focus: true });
@@ -182,7 +182,7 @@ export class Plot {
     ctx.restore();
   }
 
-  /** The state of the point that is nearest to a click: by height, at the place of the cursor. */
+  /** The state of the point nearest to a click: by height, at the place of the cursor. */
   #pick(event: MouseEvent): void {
     const { left, top } = this.#plot.cursor;
     if (left === undefined || top === undefined || left < 0 || event.detail > 1) return;
@@ -205,7 +205,7 @@ export class Plot {
 
 const isMove = (type: string) => type === "mousemove" || type === "mouseleave";
 
-/** A colour as the browser tells it, `rgb(1, 2, 3)`, that lets some of the ground through. */
+/** A colour as the browser reports it, `rgb(1, 2, 3)`, made partly transparent. */
 const clear = (colour: string, share: number) => colour.replace(/^rgb\((.*)\)$/, `rgba($1, ${share})`);
 
 function stroke(plot: uPlot, x: number, colour: string, dash: number[]): void {

@@ -1,10 +1,10 @@
-/** Curves as numbers: over one axis, smoothed, and what is said of them beside. Pure. */
+/** Curves as numbers: over one axis, smoothed, and the values shown beside them. Pure. */
 import type { SeriesLine } from "../../lib/types";
 import type { Axis } from "./settings.svelte";
 
 export type Y = number | null | undefined;
 
-/** What a chart draws: all places of all lines, and each line over them. `undefined` is no point, null one that is not a number. */
+/** What a chart draws: all places of all lines, and each line over them. `undefined` means no point, null a point that is not a number. */
 export interface Aligned {
   xs: number[];
   values: Y[][];
@@ -12,8 +12,8 @@ export interface Aligned {
   uids: (string | undefined)[][];
 }
 
-/** Where the points of a line stand; null where nothing says it. Time that passed counts from where the branch's own states begin; what it has in
- common with others before is left out. */
+/** The places of a line's points; null where they are unknown. Elapsed time counts from where the branch's own states begin; what the branch shares with others
+ before that is left out. */
 export function placesOf(line: SeriesLine, axis: Axis): readonly (number | null)[] {
   if (axis === "step") return line.steps;
   if (axis !== "elapsed") return line.xs;
@@ -21,7 +21,7 @@ export function placesOf(line: SeriesLine, axis: Axis): readonly (number | null)
   return line.xs.map((x) => (x === null || x < began ? null : x - began));
 }
 
-/** Of points of one line that stand at the same place, the last one counts. */
+/** Keeps the last of several points of one line at the same place. */
 export function align(lines: readonly SeriesLine[], axis: Axis = "step"): Aligned {
   const all = lines.map((line) => placesOf(line, axis));
   const xs = [...new Set(all.flat())].filter((x) => x !== null).sort((one, other) => one - other);
@@ -39,10 +39,10 @@ export function align(lines: readonly SeriesLine[], axis: Axis = "step"): Aligne
   return { xs, values, uids };
 }
 
-/** How many points have no place because nothing says their epoch. */
+/** How many points have no place because their epoch is unknown. */
 export const homeless = (lines: readonly SeriesLine[], axis: Axis): number => (axis === "epoch" ? lines.reduce((sum, line) => sum + line.xs.filter((x) => x === null).length, 0) : 0);
 
-/** Exponential moving average with weight `factor` of what was before, corrected for its beginning; gaps are stepped over. */
+/** Exponential moving average with weight `factor` for earlier values, corrected at its beginning; gaps are skipped. */
 export function smooth(values: readonly Y[], factor: number): Y[] {
   let mean = 0;
   let weight = 0;
@@ -60,7 +60,7 @@ export interface Point {
   uid: string;
 }
 
-/** The last and the best point of a line; null when it has no number at all. */
+/** The last and the best point of a line; null if it has no number at all. */
 export function ends(line: SeriesLine, aim: "min" | "max"): { last: Point; best: Point } | null {
   let last: Point | null = null;
   let best: Point | null = null;
@@ -90,7 +90,7 @@ export function nearestPlace(values: readonly Y[], place: number): number {
   return -1;
 }
 
-/** Dashes for lines whose colours are the same: the first is drawn through. */
+/** Dashes for lines of the same colour: the first is solid. */
 export function dashes(colours: readonly number[]): number[][] {
   const kinds = [[], [7, 4], [2, 3], [10, 3, 2, 3]];
   const seen = new Map<number, number>();

@@ -1,9 +1,9 @@
-/** How curves are drawn, in the address: a link brings all of it back. */
+/** How curves are drawn; kept in the address, so that a link restores all of it. */
 import { flag, inAddress, list, number, oneOf, range, text } from "../../lib/own.svelte";
 import { guessAim } from "../../lib/relevance";
 import { MOST } from "./choice";
 
-/** Which curves: a rule, or names; neither: those that one looks for first. */
+/** Which curves: a rule, or names; neither: the default choice. */
 export const rule = inAddress("curves.pick", text(20));
 export const lines = inAddress("curves.lines", list(MOST));
 export const axis = inAddress("curves.x", oneOf("step", "time", "elapsed", "epoch"));
@@ -11,17 +11,17 @@ export const log = inAddress("curves.log", flag);
 export const smoothing = inAddress("curves.smooth", number(0, 0, 0.99));
 /** What curves are averaged by; empty: each is drawn. */
 export const group = inAddress("curves.group", text(300));
-/** What is drawn around a mean: from the least to the greatest, or one standard deviation to each side. */
+/** What is drawn around a mean: the range from least to greatest, or one standard deviation to each side. */
 export const band = inAddress("curves.band", oneOf("range", "sigma"));
-/** Which values the axis has place for: all, the central percents, or what a few far ones would leave no place for. */
+/** Which values the axis makes room for: all of them, the central percents, or all but a few far ones that would squeeze the rest. */
 export const span = inAddress("curves.y", oneOf("auto", "all", "98", "90"));
-/** What is seen of the axis; null: all of it. */
+/** The visible part of the axis; null: all of it. */
 export const zoom = inAddress("curves.zoom", range);
-/** Metrics of which the other way is better than their name says. */
+/** Metrics whose better direction is the opposite of what their name says. */
 export const turned = inAddress("curves.turned", list());
 /** Whether the selected state's detail is open beside the curves. */
 export const beside = inAddress("curves.beside", flag);
-/** Whether each rank of a job has its curve, where it measured for itself; else they are a band. */
+/** Whether each rank of a job has its own curve, where it measured for itself; else they form a band. */
 export const eachRank = inAddress("curves.ranks", flag);
 export const full = inAddress("curves.full", flag);
 
@@ -36,7 +36,7 @@ export function turn(key: string): void {
   turned.set(turned.value.includes(key) ? turned.value.filter((one) => one !== key) : [...turned.value, key]);
 }
 
-/** Draw these, whatever was drawn before. */
+/** Draws these, whatever was drawn before. */
 export function showCurvesOf(heads: readonly string[]): void {
   rule.set("");
   lines.set(heads);

@@ -1,15 +1,15 @@
-/** How much of the values an axis has place for, so that a few far ones do not make a line of all others. Pure. */
+/** The range of values that an axis makes room for, so that a few far ones do not flatten all others. Pure. */
 import type { Y } from "./points";
 import type { Span } from "./settings.svelte";
 
 export interface Seen {
   low: number;
   high: number;
-  /** The numbers of the lines with points beyond. */
+  /** The numbers of the lines with points outside. */
   lines: number[];
-  /** How many points lie beyond. */
+  /** How many points are outside. */
   outside: number;
-  /** Of which central percents the rest is; null where it was found by itself. */
+  /** The central percents that are shown; null if the range was found automatically. */
   percent: number | null;
 }
 
@@ -18,10 +18,10 @@ const FAR = 10;
 const MARGIN = 0.05;
 const AUTO = 98;
 
-/** What is seen of lines whose places are from `from` to before `to`.
+/** The visible range of lines whose places are from `from` to before `to`.
 
- By itself (`auto`) the axis leaves out lines that are ten times as far away as most lines are high, if they are fewer than half, and then far values where
- these would take more than two thirds of it. */
+ With `auto` the axis leaves out lines that are ten times as far away as most lines are high, if these are fewer than half, and then far values
+ if they would take more than two thirds of it. */
 export function seenOf(lines: readonly (readonly Y[])[], from: number, to: number, span: Span, isLog: boolean): Seen | null {
   const put = isLog ? Math.log : (value: number) => value;
   const back = isLog ? Math.exp : (value: number) => value;
@@ -72,7 +72,7 @@ function quantile(sorted: Float64Array, share: number): number {
   return below + (above - below) * (at - Math.floor(at));
 }
 
-/** A little more on both sides, and something where all values are the same. */
+/** A small margin on both sides, and some range if all values are the same. */
 function widen(low: number, high: number): [number, number] {
   const more = high > low ? MARGIN * (high - low) : Math.max(Math.abs(low) * MARGIN, 1e-9);
   return [low - more, high + more];

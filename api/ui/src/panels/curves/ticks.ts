@@ -4,7 +4,7 @@ import type { Axis } from "./settings.svelte";
 
 const UNITS: readonly (readonly [number, string])[] = [[86_400, "d"], [3_600, "h"], [60, "min"], [1, "s"]];
 
-/** A time that passed: `2 d 4 h`, `12 min`, `0.5 s`. */
+/** An elapsed time: `2 d 4 h`, `12 min`, `0.5 s`. */
 export function sayElapsed(seconds: number): string {
   const size = Math.abs(seconds);
   const at = UNITS.findIndex(([unit]) => size >= unit);
@@ -18,7 +18,7 @@ export function sayElapsed(seconds: number): string {
   return `${sign}${whole} ${name}${rest ? ` ${rest} ${next[1]}` : ""}`;
 }
 
-/** A place on an axis, as it is said of a point: `step 40`, `12 min`, `2026-11-23 01:02:03`. */
+/** A place on an axis, as shown for a point: `step 40`, `12 min`, `2026-11-23 01:02:03`. */
 export function sayPlace(x: number, axis: Axis): string {
   if (axis === "elapsed") return `after ${sayElapsed(x)}`;
   if (axis === "time") return formatTime(new Date(x * 1000).toISOString());

@@ -1,10 +1,10 @@
-/** On which branches the children of a fork are. */
+/** Finds the branches of the children of a fork. */
 import { getStates } from "../../lib/api";
 import type { Ref } from "../../lib/types";
 
-const ASKED = 40; // branches; a page that asks for more than that says nothing to a reader
+const ASKED = 40; // branches; a page that asks for more tells a reader nothing
 
-/** Branches by child: those that have the child on their path. One question a branch; a branch that went meanwhile is left out. */
+/** For each child, the branches that have it on their path. One request for each branch; a branch that disappears meanwhile is left out. */
 export async function branchesOf(children: readonly string[], refs: readonly Ref[], signal: AbortSignal): Promise<Map<string, string[]>> {
   const branches = refs.filter((ref) => ref.kind === "branch").slice(0, ASKED);
   const found = new Map<string, string[]>();

@@ -4,7 +4,7 @@ import type { Replica, StateDetail } from "../../lib/types";
 
 export interface Row {
   rank: number;
-  /** What it captured; null where nobody told. */
+  /** What the rank captured; null if it did not report it. */
   bytes: number | null;
   run: string | null;
   replicas: Replica[];
@@ -18,7 +18,7 @@ export interface Place {
   bytes: number;
 }
 
-/** Every rank of the state, with what it told and where that lies. */
+/** Every rank of the state, with what it reported and where that is. */
 export function rowsOf(state: Pick<StateDetail, "world_size" | "parts" | "replicas">): Row[] {
   const told = new Map((state.parts ?? []).map((part) => [part.rank, part]));
   const rows = Array.from({ length: state.world_size }, (_, rank) => ({ rank, bytes: told.get(rank)?.bytes_total ?? null, run: told.get(rank)?.run ?? null, replicas: [] as Replica[] }));
@@ -26,7 +26,7 @@ export function rowsOf(state: Pick<StateDetail, "world_size" | "parts" | "replic
   return rows;
 }
 
-/** The metrics of a state but for those of single ranks. */
+/** The metrics of a state, except those of single ranks. */
 export const wholeMetrics = <T>(metrics: Readonly<Record<string, T>>): Record<string, T> => Object.fromEntries(withoutRanks(Object.keys(metrics)).map((key) => [key, metrics[key]!]));
 
 export interface Measured {
@@ -38,7 +38,7 @@ export interface Measured {
   mean: number | null;
 }
 
-/** What single ranks measured. */
+/** The values that single ranks measured. */
 export function measuredByRank(metrics: Readonly<Record<string, number | null>>): Measured[] {
   return [...byRank(Object.keys(metrics))].map(([name, keys]) => {
     const values = new Map(keys.map((key) => [Number(rankOf(key)), metrics[key] ?? null]));

@@ -1,4 +1,4 @@
-/** What is looked at in a diff: kept in the address. */
+/** What the user looks at in a diff; kept in the address. */
 import { inAddress, oneOf, text } from "../../lib/own.svelte";
 
 /** The path of the tensor whose histogram is shown; empty: none. */

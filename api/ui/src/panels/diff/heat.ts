@@ -1,8 +1,8 @@
-/** How much each layer changed, in its weights and in what the optimizer keeps of them: the tensors of a diff as a table. Pure. */
+/** How much each layer changed, in its weights and in the optimizer's values for them: the tensors of a diff as a table. Pure. */
 import { isScalar } from "./order";
 import type { Change, TensorChange } from "./types";
 
-/** One tensor, or those of a layer: then `relative` is the largest of theirs, and `path` that tensor's. */
+/** One tensor, or those of a layer: `relative` is then their largest, and `path` is that tensor's. */
 export interface HeatCell {
   path: string;
   count: number;
@@ -22,7 +22,7 @@ export interface Heat {
   ends: [number, number] | null;
 }
 
-const SPAN = 1e6; // a change so much smaller than the largest has the first colour
+const SPAN = 1e6; // a change smaller than the largest by this factor has the first colour
 const LEADING = ["weights", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "sum"];
 
 /** Rows are parameters in tree order, or their layers; columns are weights, then the optimizer's moments. Single numbers are left out. */
@@ -43,7 +43,7 @@ export function heatOf(tensors: readonly TensorChange[], byLayer: boolean): Heat
   return { kinds, rows, ends: endsOf(rows) };
 }
 
-/** `model/body.0.weight`, and `optimizer/state/body.0.weight/exp_avg`: who has it, which parameter it is or is of, and as what. */
+/** `model/body.0.weight` and `optimizer/state/body.0.weight/exp_avg`: the owner, the parameter, and the role. */
 export function splitPath(path: string): { owner: string; name: string; kind: string } {
   const parts = path.split("/");
   if (parts.length >= 4 && parts.at(-3) === "state") return { owner: parts.slice(0, -3).join("/"), name: parts.at(-2)!, kind: parts.at(-1)! };
@@ -63,7 +63,7 @@ function cellOf(tensors: TensorChange[] | undefined): HeatCell | null {
   return { path: chief.path, count: tensors.length, change: chief.change, relative: chief.change === "same" ? 0 : chief.relative };
 }
 
-/** What cannot be measured, because it came, went, was recast or was 0, matters more than any change. */
+/** A change that cannot be measured, because the tensor came, went, was recast or was 0, matters more than any other. */
 const weight = (one: TensorChange): number => (one.change === "same" ? -1 : (one.relative ?? Infinity));
 
 function endsOf(rows: readonly HeatRow[]): [number, number] | null {
@@ -73,7 +73,7 @@ function endsOf(rows: readonly HeatRow[]): [number, number] | null {
   return [Math.max(Math.min(...all), most / SPAN), most];
 }
 
-/** Where a change stands on the scale, from 0 to 1: by its logarithm, since changes differ by orders of magnitude. */
+/** The position of a change on the scale, from 0 to 1: logarithmic, since changes differ by orders of magnitude. */
 export function heatPlace(relative: number, [least, most]: readonly [number, number]): number {
   if (most <= least) return 1;
   return Math.max(0, Math.min(1, Math.log(relative / least) / Math.log(most / least)));

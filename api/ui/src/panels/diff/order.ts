@@ -6,7 +6,7 @@ export type Column = "path" | "change" | "old_norm" | "norm" | "distance" | "rel
 export interface Wanted {
   filter: string;
   withSame: boolean;
-  /** Also single numbers, such as the steps that optimizers count: there are many, and they change most. */
+  /** Also single numbers, such as optimizers' step counts: there are many of them, and they change most. */
   withScalars: boolean;
   column: Column;
   descending: boolean;
@@ -14,7 +14,7 @@ export interface Wanted {
 
 const RANK: Record<Change, number> = { removed: 0, added: 1, recast: 2, changed: 3, unread: 4, same: 5 };
 
-/** What fits, sorted; what has no number in the column stands last either way. */
+/** The matching rows, sorted; rows without a number in the column come last in either direction. */
 export function arrange(tensors: readonly TensorChange[], wanted: Wanted): TensorChange[] {
   const filter = wanted.filter.toLowerCase();
   const fits = (one: TensorChange) => (wanted.withSame || one.change !== "same") && (wanted.withScalars || !isScalar(one));
@@ -33,20 +33,20 @@ function compare(one: TensorChange, other: TensorChange, column: Column, sign: n
 
 export const isScalar = (one: TensorChange): boolean => one.shape.every((size) => size === 1);
 
-/** How many tensors became what, the most telling first; none that is 0. */
+/** How many tensors became what, the most telling first; zeros are left out. */
 export function counts(tensors: readonly TensorChange[]): [Change, number][] {
   const found = new Map<Change, number>();
   for (const { change } of tensors) found.set(change, (found.get(change) ?? 0) + 1);
   return (["changed", "unread", "added", "removed", "recast", "same"] as const).filter((change) => found.has(change)).map((change) => [change, found.get(change)!]);
 }
 
-/** How long a bar is, of 1: by the logarithm, since relative changes differ by many orders; 1e-6 of the largest is nothing. */
+/** The length of a bar, from 0 to 1: logarithmic, since relative changes differ by many orders; 1e-6 of the largest counts as nothing. */
 export function barLength(value: number | null, largest: number): number {
   if (value === null || value <= 0 || largest <= 0) return 0;
   return Math.max(0, 1 + Math.log10(value / largest) / 6);
 }
 
-/** The difference of two metrics, when both are numbers. */
+/** The difference of two metrics, if both are numbers. */
 export function delta(old: unknown, now: unknown): number | null {
   return typeof old === "number" && typeof now === "number" ? now - old : null;
 }

@@ -1,4 +1,4 @@
-/** What `/diff` answers, as `datastates diff --json` writes it. */
+/** The answer of `/diff`, as `datastates diff --json` writes it. */
 import type { State } from "../../lib/types";
 
 export type Change = "same" | "changed" | "unread" | "recast" | "added" | "removed";
@@ -34,6 +34,6 @@ export interface DiffResult {
   config: Pairs;
   versions: Pairs;
   code: [unknown, unknown] | null;
-  /** States whose bytes cannot be had, why, and the nearest that can be restored. */
+  /** States whose bytes are not available, why, and the nearest that can be restored. */
   lacking: { state: string; why: string; nearest: State | null }[];
 }

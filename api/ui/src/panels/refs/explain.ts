@@ -1,9 +1,9 @@
-/** What a refused change of a name means to who asked for it. */
+/** What a refused change of a name means to the user who asked for it. */
 import type { Problem } from "../../lib/problem";
 
 export const RULES = "Letters, digits, - _ . and / between parts; no spaces, no ~ ^ @ : * ? or quotes, not what looks like a uid, at most 200 characters.";
 
-/** A sentence for what can be explained better than the server does, which knows nothing of the page. */
+/** A sentence for refusals that the page can explain better than the server, which knows nothing of the page. */
 export function explain(problem: Problem): string | null {
   switch (problem.status) {
     case 401:
