@@ -149,7 +149,7 @@ class Helper:
             self._end(Disconnected(f"the process that runs UCX (pid {self.pid}) does not answer any more"))
 
     def send(self, link: int, tag: int, stretch: Stretch) -> asyncio.Future[None]:
-        """Send the bytes in a stretch of ``out``, which is then given back; the future is done early if nobody waits any more."""
+        """Send the bytes in a stretch of ``out``, which is given back afterwards. A caller that stops waiting leaves the future done."""
         return self._begin(self.out, stretch, Send(next(self._numbers), link, tag, stretch.start, stretch.length))
 
     def receive(self, link: int, tag: int, stretch: Stretch) -> asyncio.Future[None]:
