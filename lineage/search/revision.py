@@ -159,7 +159,7 @@ class _Build(Transformer[Token, Any]):
         return unquote(token)
 
     def revision(self, name: str, *suffixes: _Suffix | _Then) -> _Revision:
-        if len(suffixes) > _SUFFIXES:  # each is a query, and any reader may send them
+        if len(suffixes) > _SUFFIXES:  # each is a query, and any reader may send one
             raise Problem(f"a revision has at most {_SUFFIXES} suffixes, this one {len(suffixes)}: write ~~~~ as ~4", 1)
         walks = sum(isinstance(suffix, _Best) for suffix in suffixes)
         if walks > _WALKS:

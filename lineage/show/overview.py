@@ -1,4 +1,4 @@
-"""``branches``: every branch of a lineage, chosen, sorted and grouped. ``show/branches`` describes what is told of each.
+"""``branches``: every branch of a lineage, chosen, sorted and grouped. ``show/branches`` describes the fields of each.
 
 What branches are sorted by is read for all of them, in a few queries that cost as much as there are branches. Everything else is read for
 those of one page.
@@ -117,7 +117,7 @@ def branches(session: Session, query: str = "", **choice: Unpack[Choice]) -> Bra
     )
 
 
-# What is known of all
+# What is known of all branches
 
 
 def _metrics(session: Session) -> list[str]:
@@ -158,7 +158,7 @@ def _groups(rows: Sequence[Row], direction: Direction) -> tuple[Group, ...]:
     return tuple(made)
 
 
-# What is told of those of one page
+# What is read for the branches of one page
 
 
 @dataclass(slots=True)

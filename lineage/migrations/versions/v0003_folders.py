@@ -1,4 +1,4 @@
-"""Folders of packs: which of them this lineage knows, by the uid that lies in each."""
+"""Folders of packs: which of them this lineage knows, by the uid stored in each."""
 
 from __future__ import annotations
 

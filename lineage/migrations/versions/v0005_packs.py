@@ -1,4 +1,4 @@
-"""Who needs a pack is said by the manifests beside it, and by nothing else."""
+"""Drops the tables of packs: the manifests beside a pack say which states need it, and nothing else does."""
 
 from __future__ import annotations
 

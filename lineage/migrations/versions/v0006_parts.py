@@ -1,4 +1,4 @@
-"""Parts of states that several ranks capture, each told by itself."""
+"""Parts of states that several ranks capture; each rank reports its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each branch has to itself, and summaries of its metrics. Lineages of before get both here: 21 s for a million states."""
+"""The states that each branch has to itself, and summaries of its metrics. Existing lineages get both here: 21 s for a million states."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Notes on states and branches; and configurations that came with states of other lineages, which are kept as runs that are none."""
+"""Notes on states and branches; and configurations that came with states of other lineages, stored in rows of runs that are no runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Amendments: which rows of tables that do not only grow were written or changed, in the order in which that happened."""
+"""Amendments: which rows were written or changed in tables that do not only grow, in the order of the changes."""
 
 from __future__ import annotations
 
