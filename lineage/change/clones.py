@@ -216,7 +216,7 @@ def _check_configurations(states: Iterable[State]) -> None:
 
 
 def _new(state: State, here: dict[str, str], *, status: Status, run: str | None = None) -> NewState:
-    """The record of a state here: without parents that are not here, without a branch, and without a run, except one that carries its
+    """The record of a state here: without parents that are not here, without a branch, and without a run, unless ``run`` carries its
     configuration."""
     facts = state.facts
     facts = replace(
