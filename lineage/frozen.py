@@ -19,7 +19,7 @@ __all__ = ["Frozen", "why_frozen"]
 
 
 def why_frozen(path: Path) -> str | None:
-    """The reason, in words, why a SQLite file or its log cannot be written; None if they can."""
+    """The reason, in words, why a SQLite file, or the folder that holds its log, cannot be written; None if both can."""
     is_effective = os.access in os.supports_effective_ids
     for place, wanted in ((path, os.W_OK), (path.parent, os.W_OK | os.X_OK)):
         if not os.access(place, wanted, effective_ids=is_effective):

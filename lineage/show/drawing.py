@@ -102,7 +102,7 @@ class Drawing:
     def _draw(self, end: int, begin: int) -> Iterator[Placement]:
         """The states at these places of ``order``, from the last to the first."""
         start = min((place for place in self._places(end)), default=len(self.order))
-        # below the trunk its column is free for others
+        # below the trunk, any line may take its column
         trunk = self.trunk if self.trunk is not None and (position(self.order, self.trunk) or 0) < start else None
         front = _front(self.kept[start].awaited, self.tips, trunk, self.kept[start].sources)
         _skip(front, self.topology, self.order, start, end)

@@ -14,7 +14,7 @@ class Door:
     """The door through which connections come in, counted by an ``Admission``. Belongs to the loop thread.
 
     ``late`` counts those whose time was up, ``foreign`` those that began with nothing that could be ours. ``unproved`` counts these and all
-    others that ended without having proved anything, except those that had to give way.
+    others that ended without having proved anything, except late ones and those that had to give way.
     """
 
     def __init__(self, admission: Admission | None = None) -> None:
