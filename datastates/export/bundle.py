@@ -290,4 +290,6 @@ def _checked(sound: Sound, state: State, states: dict[str, State]) -> Manifest:
     parents = {uid: digest for uid, digest in zip(manifest.origin.parents, manifest.origin.parent_digests, strict=True) if uid in states}
     if manifest.digest != state.digest or parents != {uid: states[uid].digest for uid in state.parents}:
         raise Corrupt(f"state {state.uid} has another digest, or other parents, in its manifest than in the lineage of the bundle")
+    if (parts := max(manifest.origin.world_size, state.world_size)) > 1:
+        raise Corrupt(f"the bundle claims the bytes of state {state.uid} of {parts} parts: bundles carry the bytes of states of one part")
     return manifest

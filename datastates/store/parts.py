@@ -17,6 +17,10 @@ from .tier import Reader
 __all__ = ["PartsReader", "open_parts", "refuse_parts"]
 
 
+_NAMED = 16
+"""How many missing parts an error names."""
+
+
 def refuse_parts(state: State, what: str, *, instead: str = "load it here, and capture that") -> None:
     """Raise if a state has several parts, which ``what`` does not support; ``instead`` says what to do.
 
@@ -43,7 +47,8 @@ def open_parts(openers: Sequence[Callable[[], Reader]], uid: str, *, rank: int =
         if not readers:
             raise NotFound(f"no part of state {uid} is here")
         if missing:
-            raise Unavailable(f"state {uid} has {len(openers)} parts, and those of rank {', '.join(missing)} are not here: bring them, too")
+            named = ", ".join(missing[:_NAMED]) + (f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else "")
+            raise Unavailable(f"state {uid} has {len(openers)} parts, and those of rank {named} are not here: bring them, too")
         found = PartsReader(readers, rank=rank)
         stack.pop_all()
         return found
