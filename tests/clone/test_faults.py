@@ -134,9 +134,10 @@ def test_a_destination_that_takes_its_time_is_waited_for(start: Start, monkeypat
 
 
 def test_a_process_whose_transport_is_held_up_is_given_up_like_one_that_stopped(start: Start) -> None:
-    source, mine = start(pace_s=20 * PACE_S, timeout_s=TIMEOUT_S), make(7, CHUNKS)  # a busy receiver would else have had all by then
+    source, mine = start(pace_s=4 * PACE_S, timeout_s=TIMEOUT_S), make(7, CHUNKS)
     pause = threading.Event()
     with datastates.connect(source.url, timeout_s=TIMEOUT_S) as peer:
+        peer.clone("main", into={"weights": make(7, CHUNKS)})  # the data plane of a new source takes a second, then sends all at once
         with fails_as_it_should(True, mine, 2 * TIMEOUT_S + AT_ONCE_S) as at:
             peer.clone("main", into={"weights": mine}, atomic=True, on_progress=at(3, lambda: pause.wait(2 * TIMEOUT_S)))
         let_go(source, AT_ONCE_S)
