@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import secrets
 import socket
+import struct
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -172,6 +174,40 @@ def test_a_desk_that_closes_answers_what_it_works_on_and_nothing_else(work: Work
     assert work.batches == [[b"first"]]
     with pytest.raises(Disconnected):
         caller_at(place).ask(b"late")
+
+
+class _ClosedMeanwhile(asyncio.StreamReader):
+    """While the request itself is read the desk closes."""
+
+    def __init__(self, kept: Desk) -> None:
+        super().__init__()
+        self._kept = kept
+
+    async def readexactly(self, n: int) -> bytes:
+        found = await super().readexactly(n)
+        if found == b"late":
+            await self._kept._close()
+        return found
+
+
+def test_what_is_read_as_a_desk_closes_is_handed_back_at_once(work: Work) -> None:
+    """It came when the last of those who waited had been told already, and nobody was left to tell it."""
+    kept = Desk(Place.drawn(), work, seats=1)
+
+    async def handed_in() -> bytes:
+        assert await kept._open()
+        reader = _ClosedMeanwhile(kept)
+        reader.feed_data(struct.pack(">I", 4) + b"late")
+        here, there = socket.socketpair()
+        with here, there:
+            there.settimeout(20)
+            _, writer = await asyncio.open_connection(sock=here)
+            await asyncio.wait_for(kept._serve(reader, writer), 20)
+            writer.close()
+            return there.recv(100)
+
+    assert asyncio.run(handed_in()) == struct.pack(">I", 0)
+    assert work.batches == []
 
 
 def test_who_does_not_know_the_key_learns_and_changes_nothing(work: Work, caller_at: Room) -> None:

@@ -189,12 +189,18 @@ class Desk:
             if length > MOST_BYTES:
                 return
             said = await reader.readexactly(length)
-            asked = Asked(said, writer.get_extra_info("socket").dup(), asyncio.get_running_loop().create_future())
-            self._waiting.append(asked)
-            self._news.set()
-            answer = await asked.answer
+            answer = await self._answered(said, writer)
             writer.write(_length.pack(len(answer)) + answer)
             await writer.drain()
+
+    async def _answered(self, said: bytes, writer: asyncio.StreamWriter) -> bytes:
+        """What ``work`` answers, or nothing once the desk has closed: those who waited then were told, and nobody would tell this caller."""
+        if self._is_closed:
+            return b""
+        asked = Asked(said, writer.get_extra_info("socket").dup(), asyncio.get_running_loop().create_future())
+        self._waiting.append(asked)
+        self._news.set()
+        return await asked.answer
 
     async def _keep_working(self) -> None:
         while True:
