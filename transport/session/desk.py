@@ -194,7 +194,7 @@ class Desk:
             await writer.drain()
 
     async def _answered(self, said: bytes, writer: asyncio.StreamWriter) -> bytes:
-        """What ``work`` answers, or nothing once the desk has closed: those who waited then were told, and nobody would tell this caller."""
+        """What ``work`` answers, or nothing once the desk has closed: nobody would be left to tell this caller."""
         if self._is_closed:
             return b""
         asked = Asked(said, writer.get_extra_info("socket").dup(), asyncio.get_running_loop().create_future())
