@@ -20,6 +20,7 @@ from .errors import InvalidInput
 
 __all__ = [
     "KEY_LENGTH",
+    "RANKS",
     "Check",
     "attribute",
     "attributes",
@@ -55,6 +56,9 @@ __all__ = [
 
 KEY_LENGTH = 255
 """The most characters that the name of a metric or an attribute may have."""
+
+RANKS = 1 << 20
+"""The most ranks that a state can have parts of."""
 
 Check = Callable[[object, str], Any]
 """A function that takes a value and what it is, and returns it in the form to be used, or raises."""

@@ -12,6 +12,7 @@ from msgspec import Meta, Struct
 
 from datastates.content.manifest import CHUNK_BYTES
 from datastates.errors import PeerFault
+from datastates.values import RANKS
 
 __all__ = [
     "BODY_BYTES",
@@ -159,7 +160,7 @@ class StateRecord(Struct, frozen=True):
     generation: _Count
     bytes_total: _Count
     bytes_new: _Count
-    world_size: Annotated[int, Meta(ge=1)] = 1
+    world_size: Annotated[int, Meta(ge=1, le=RANKS)] = 1
     config: _Config | _Count | None = None
 
 

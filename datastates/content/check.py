@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from datastates.errors import Corrupt, InvalidInput, Unavailable
+from datastates.values import RANKS
 
 from .geometry import dtype_of, is_dense, stored_bytes
 from .manifest import CHUNK_BYTES, Chunk, Content, Manifest, Origin, Shard, TensorSpec
@@ -92,7 +93,7 @@ def _check_origin(origin: Origin) -> None:
     for digest in origin.parent_digests:
         _require(_HEX.fullmatch(digest) is not None, f"{digest[:80]!r} is no digest of a state")
     _require(len(origin.parents) == len(origin.parent_digests), f"{len(origin.parents)} parents, {len(origin.parent_digests)} digests")
-    _require(0 <= origin.rank < origin.world_size, f"rank {origin.rank} of {origin.world_size}")
+    _require(0 <= origin.rank < origin.world_size <= RANKS, f"rank {origin.rank} of {origin.world_size}")
     _require(origin.step >= 0 <= origin.micro_step, f"step {origin.step}, micro-step {origin.micro_step}")
 
 

@@ -20,6 +20,9 @@ __all__ = ["PartsReader", "open_parts", "refuse_parts"]
 _NAMED = 16
 """How many missing parts an error names."""
 
+_SOUGHT = 4096
+"""After how many missing parts the search ends: the number of parts is whatever a lineage from elsewhere claims."""
+
 
 def refuse_parts(state: State, what: str, *, instead: str = "load it here, and capture that") -> None:
     """Raise if a state has several parts, which ``what`` does not support; ``instead`` says what to do.
@@ -30,8 +33,8 @@ def refuse_parts(state: State, what: str, *, instead: str = "load it here, and c
         raise Unsupported(f"state {state.uid} has {state.world_size} parts, and {what} takes states of one part: {instead}")
 
 
-def open_parts(openers: Sequence[Callable[[], Reader]], uid: str, *, rank: int = 0) -> Reader:
-    """A reader of the whole state; ``openers`` opens each of its parts, by rank, and values are those of ``rank``.
+def open_parts(opened: Callable[[int], Reader], size: int, uid: str, *, rank: int = 0) -> Reader:
+    """A reader of the whole state of ``size`` parts; ``opened`` opens the part of a rank, and values are those of ``rank``.
 
     :raises NotFound: no part is there.
     :raises Unavailable: some parts are there and others are missing; names these.
@@ -39,16 +42,19 @@ def open_parts(openers: Sequence[Callable[[], Reader]], uid: str, *, rank: int =
     """
     missing, readers = [], []
     with ExitStack() as stack:
-        for number, opened in enumerate(openers):
+        for number in range(size):
             try:
-                readers.append(stack.enter_context(opened()))
+                readers.append(stack.enter_context(opened(number)))
             except NotFound:
                 missing.append(str(number))
-        if not readers:
+                if len(missing) == _SOUGHT:
+                    break
+        if not readers and len(missing) == size:
             raise NotFound(f"no part of state {uid} is here")
         if missing:
-            named = ", ".join(missing[:_NAMED]) + (f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else "")
-            raise Unavailable(f"state {uid} has {len(openers)} parts, and those of rank {named} are not here: bring them, too")
+            least = "at least " if len(missing) == _SOUGHT else ""
+            named = ", ".join(missing[:_NAMED]) + (f" and {least}{len(missing) - _NAMED} more" if len(missing) > _NAMED else "")
+            raise Unavailable(f"state {uid} has {size} parts, and those of rank {named} are not here: bring them, too")
         found = PartsReader(readers, rank=rank)
         stack.pop_all()
         return found

@@ -13,7 +13,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -175,8 +174,7 @@ def _open(tiers: Iterable[Tier], state: State, *, verify: bool, rank: int = 0) -
     if state.world_size == 1:
         return _open_first(tiers, state.uid, lambda tier: of_state(tier.open(state.uid, verify=verify), state))
     each = tuple(tiers)
-    parts = [partial(_open_part, each, state.uid, rank, verify) for rank in range(state.world_size)]
-    return of_state(open_parts(parts, state.uid, rank=rank), state)
+    return of_state(open_parts(lambda part: _open_part(each, state.uid, part, verify), state.world_size, state.uid, rank=rank), state)
 
 
 def _open_part(tiers: Iterable[Tier], uid: str, rank: int, verify: bool) -> Reader:

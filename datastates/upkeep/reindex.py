@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from dataclasses import replace as replaced
-from itertools import count
+from itertools import count, groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -285,19 +285,19 @@ def _mark(session: Session, source: _Source, told: Retelling) -> int:
     here = known(session, [line.uid for line in told.states])
     whole = tier.whole_parts((uid, rank) for uid, rank in source.manifests if uid in here)
     parts: list[tuple[str, int, int, str, int]] = []
-    for (uid, rank), manifest in source.manifests.items():
-        size = manifest.origin.world_size
-        of_it = [source.manifests.get((uid, each)) for each in range(size)]
-        known_parts = [each for each in of_it if each is not None]
-        is_whole = len(known_parts) == size and all((uid, each) in whole for each in range(size))
-        if not is_whole or here.get(uid) != root_digest([each.digest for each in known_parts], manifest.origin.parent_digests):
-            if uid in here and rank == 0:
+    for uid, found in groupby(source.manifests.items(), key=lambda each: each[0][0]):  # they are sorted by uid and rank
+        of_it = [manifest for _, manifest in found]
+        size = len(of_it)
+        is_whole = all(each.origin.world_size == size and (uid, rank) in whole for rank, each in enumerate(of_it))
+        if not is_whole or here.get(uid) != root_digest([each.digest for each in of_it], of_it[0].origin.parent_digests):
+            if uid in here:
                 told.lacking.append(f"the bytes of state {uid}: its packs are not whole, or its manifest is another state's")
             continue
-        mark(session, uid, tier.gives, tier=tier.name, node=node, rank=rank, bytes=own_bytes(manifest))
-        count += rank == 0
-        if size > 1:
-            parts.append((uid, rank, size, manifest.digest, manifest.origin.created_at_us))
+        count += 1
+        for rank, manifest in enumerate(of_it):
+            mark(session, uid, tier.gives, tier=tier.name, node=node, rank=rank, bytes=own_bytes(manifest))
+            if size > 1:
+                parts.append((uid, rank, size, manifest.digest, manifest.origin.created_at_us))
     rebuild.put_parts(session, parts, tier=tier.name, node=node)
     return count
 

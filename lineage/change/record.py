@@ -114,12 +114,13 @@ def _check(new: NewState) -> None:
     for what, number, bits in (
         ("step", facts.step, 63),
         ("micro_step", facts.micro_step, 31),
-        ("world_size", facts.world_size, 31),
         ("bytes_total", new.bytes_total, 63),
         ("bytes_new", new.bytes_new, 63),
     ):
         if not -(2**bits) <= number < 2**bits:
             raise InvalidInput(f"{what} {number} of {facts.uid} does not fit {bits + 1} bits: count from 0")
+    if not 1 <= facts.world_size <= values.RANKS:
+        raise InvalidInput(f"{facts.uid} is said to have {facts.world_size} parts: a state has 1 to {values.RANKS}")
     if not all(math.isfinite(edge.weight) for edge in facts.edges):
         raise InvalidInput(f"a further parent of {facts.uid} has a weight that is no number")
 

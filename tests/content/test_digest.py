@@ -193,6 +193,7 @@ CONTRADICTIONS: dict[str, Callable[[Manifest], Manifest]] = {
     "parent digest of another kind": with_origin(parent_digests=("xyz",)),
     "rank beyond the world": with_origin(rank=1),
     "rank below zero": with_origin(rank=-1),
+    "more ranks than can be": with_origin(world_size=(1 << 20) + 1),
     "step below zero": with_origin(step=-1),
     "shape negative": with_spec(shape=(-WHOLE, -2)),
     "shape larger": with_spec(shape=(WHOLE, 3), strides=(3, 1)),

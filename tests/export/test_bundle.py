@@ -173,6 +173,7 @@ def test_any_changed_byte_is_found_and_nothing_is_taken(repo: Repository, other:
             plain["states"][-1].update(parents=plain["states"][-1]["parents"][::-1]) or plain["states"][0].update(digest="1" * 64)
         ),
         lambda plain: plain["states"][-1].update(status="best"),
+        lambda plain: plain["states"][0].update(world_size=2**20 + 1),
         lambda plain: plain.update(held=["f" * 24]),
         lambda plain: plain.update(states=3),
         lambda plain: plain.pop("tags"),

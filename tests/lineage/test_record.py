@@ -159,6 +159,8 @@ def test_a_uid_is_recorded_once(database: Database, new_state: Make, grow: Grow)
         ({"attributes": {"x": "\x00"}}, InvalidInput, "NUL"),
         ({"message": "\ud800"}, InvalidInput, "half a character"),
         ({"step": 2**63}, InvalidInput, "64 bits"),
+        ({"world_size": 0}, InvalidInput, "0 parts: a state has 1 to 1048576"),
+        ({"world_size": 2**20 + 1}, InvalidInput, "1048577 parts: a state has 1 to 1048576"),
     ],
 )
 def test_what_cannot_be_stored_is_named_and_nothing_is_recorded(

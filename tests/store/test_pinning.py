@@ -46,11 +46,13 @@ class Driver:
 
 
 def is_mapped(address: int, length: int) -> bool:
-    for line in Path("/proc/self/maps").read_text().splitlines():
+    """Whether all of it is mapped; the kernel lists a stretch in pieces where only some of it has huge pages."""
+    reached = address
+    for line in Path("/proc/self/maps").read_text().splitlines():  # by rising address
         first, last = (int(part, 16) for part in line.split()[0].split("-"))
-        if first <= address and address + length <= last:
-            return True
-    return False
+        if first <= reached < last:
+            reached = last
+    return address + length <= reached
 
 
 def take(arena: Arena, count: int) -> list[int]:

@@ -146,7 +146,7 @@ def test_parts_of_which_a_box_needs_nothing_are_not_read_even_where_they_are_dam
     data[len(data) // 2] ^= 1
     pack.write_bytes(data)
     tier = LocalTier(tmp_path)
-    with open_parts([lambda rank=rank: tier.open_part(uid, rank) for rank in range(3)], uid) as reader:  # type: ignore[misc]  # bound now
+    with open_parts(lambda rank: tier.open_part(uid, rank), 3, uid) as reader:
         spec = {each.path: each for each in specs_of(reader)}
         for is_borrowing in (False, True):
             found = read_regions(

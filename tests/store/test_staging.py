@@ -162,7 +162,7 @@ def test_each_part_of_a_state_reads_its_own_ahead(tmp_path: Path, monkeypatch: p
     for tier, part in zip(tiers, parts, strict=True):
         tier.put(part)
     names = threads_that_read(monkeypatch)
-    with open_parts([lambda rank=rank: tiers[0].open_part(uid, rank) for rank in range(2)], uid) as reader:  # type: ignore[misc]  # bound now
+    with open_parts(lambda rank: tiers[0].open_part(uid, rank), 2, uid) as reader:
         (spec,) = specs_of(reader)
         reader.prepare([(shard.start, shard.length) for shard in spec.shards])
         assert len(names) == 10

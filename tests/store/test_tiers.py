@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -150,6 +151,14 @@ def test_a_tier_that_does_not_answer_hides_nothing_that_a_further_one_has(tiers:
     with pytest.raises(Unavailable, match="is gone"):
         tiers.open(state_of(small("b", 2)))
     tmp_path.mkdir()
+
+
+def test_the_search_for_parts_ends_however_many_a_lineage_claims(tiers: Tiers) -> None:
+    (archive,) = tiers.further
+    assert isinstance(archive, Archive)
+    with pytest.raises(Unavailable, match=r"1048576 parts, and those of rank 0, 1, .* and at least 4080 more are not here"):
+        tiers.open(replace(state_of(small("a", 1)), world_size=1 << 20))
+    assert archive.asked == 4096
 
 
 def test_bytes_of_another_state_are_not_read_for_it(tiers: Tiers) -> None:

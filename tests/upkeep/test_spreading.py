@@ -109,7 +109,7 @@ def parts(tree: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Cal
     for rank, part in enumerate(made):
         LocalTier(folder, rank=rank).put(part)
     tier = LocalTier(folder)
-    return lambda: open_parts([lambda rank=rank: tier.open_part(uid, rank) for rank in range(3)], uid)  # type: ignore[misc]  # bound now
+    return lambda: open_parts(lambda rank: tier.open_part(uid, rank), 3, uid)
 
 
 def assert_restored(objects: dict[str, Any], tree: dict[str, Any]) -> int:
