@@ -4,7 +4,7 @@ The engine's own steps and the user's modules have the same shape. Each step has
 
     priority  step       item     thread
     100       digest     Work     datastates-engine     the digest of each chunk, of the content, of the state
-    200       dedup      Work     datastates-engine     into memory; chunks that an ancestor holds give their slots back
+    200       dedup      Work     datastates-engine     into memory; chunks that memory holds give their slots back
     300       record     Work     datastates-engine     into the lineage, a round of captures in one transaction
     400       write      Writing  datastates-writer     to disk; only states that become durable
     1000      the user's Item     datastates-modules    once the state is recorded
