@@ -99,6 +99,8 @@ class Config:
     - ``write_bytes_per_s``: the fastest rate at which states are written to disk, in bytes or as ``"50M"``. What is left when a training or
       the repository is closed is written at full speed.
     - ``direct_io``: whether packs are written past the page cache; None tries it and falls back.
+    - ``verify``: whether each chunk that is read is compared with its digest, unless the call says otherwise. Without it restores
+      are faster, and damage goes unnoticed.
     - ``data``: what carries the bytes of clones.
     - ``modules``: your own steps, called with every state that is captured or merged (``datastates.Module``).
     - ``tiers``: your own tiers, nearest first (``datastates.store.Tier``). Each state that becomes durable is put there too, and is read

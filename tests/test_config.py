@@ -178,3 +178,8 @@ def test_a_class_that_is_given_for_an_object_is_said_to_be_one(tmp_path: Path) -
         Config(modules=given)
     with pytest.raises(InvalidInput, match="tiers holds the class Mine: give objects of a class that inherits"):
         datastates.open(tmp_path, config=Config(tiers=given))
+
+
+def test_every_setting_is_explained() -> None:
+    told = Config.__doc__ or ""
+    assert [each.name for each in dataclasses.fields(Config) if f"``{each.name}``" not in told] == []

@@ -1,9 +1,9 @@
 """A run of MLflow beside a training.
 
-with repo.track(model=model, optimizer=optimizer) as run:
-    MlflowLog(run, experiment="gpt")
-    for batch in run.steps(loader):
-        run.capture(metrics={"loss": train_step(batch)})  # goes to both
+    with repo.track(model=model, optimizer=optimizer) as run:
+        MlflowLog(run, experiment="gpt")
+        for batch in run.steps(loader):
+            run.capture(metrics={"loss": train_step(batch)})  # goes to both
 """
 
 from __future__ import annotations

@@ -120,14 +120,14 @@ class Fault:
 class FaultyDisk(Fault):
     """The disk below a folder, for the packs and manifests that this process writes there; reads go on working.
 
-    import errno
-    from datastates.testing import FaultyDisk
+        import errno
+        from datastates.testing import FaultyDisk
 
-    with FaultyDisk("runs/packs") as disk, repo.track(branch="faulty", model=model) as run:
-        disk.fail(errno.ENOSPC)  # or disk.stall(), disk.slow(50e6)
-        capture = run.capture()
-        disk.mend()
-        capture.wait("durable", timeout_s=60)
+        with FaultyDisk("runs/packs") as disk, repo.track(branch="faulty", model=model) as run:
+            disk.fail(errno.ENOSPC)  # or disk.stall(), disk.slow(50e6)
+            capture = run.capture()
+            disk.mend()
+            capture.wait("durable", timeout_s=60)
     """
 
     def __init__(self, folder: Path | str) -> None:

@@ -17,9 +17,9 @@ __all__ = ["Notes"]
 class Notes:
     """The notes of a repository, ``repo.notes``; iterating yields all of them, newest first.
 
-    note = repo.notes.write("Diverges *after* the warm-up.", state="main")
-    repo.notes.edit(note.uid, "Diverges after step 400.")
-    print([note.text for note in repo.notes])
+        note = repo.notes.write("Diverges *after* the warm-up.", state="main")
+        repo.notes.edit(note.uid, "Diverges after step 400.")
+        print([note.text for note in repo.notes])
     """
 
     def __init__(self, core: Core) -> None:
