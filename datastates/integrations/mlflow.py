@@ -1,9 +1,11 @@
 """A run of MLflow beside a training.
 
+The metrics of every captured state go there too:
+
     with repo.track(model=model, optimizer=optimizer) as run:
         MlflowLog(run, experiment="gpt")
         for batch in run.steps(loader):
-            run.capture(metrics={"loss": train_step(batch)})  # goes to both
+            run.capture(metrics={"loss": train_step(batch)})
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
 """A Trainer of transformers or TRL with a lineage: one callback captures its steps, and begins again where the branch stands.
 
     trainer = Trainer(model, args, train_dataset=data, callbacks=[DatastatesCallback("runs")])
-    trainer.train()  # the same script started again goes on where it stopped, bit for bit
+    trainer.train()
+
+The same script, started again, goes on where it stopped, bit for bit.
 """
 
 from __future__ import annotations

@@ -1,9 +1,11 @@
 """A run of W&B beside a training.
 
+The metrics of every captured state go there too:
+
     with repo.track(model=model, optimizer=optimizer) as run:
         log = WandbLog(run, project="gpt")  # what else wandb.init takes
         for batch in run.steps(loader):
-            run.capture(metrics={"loss": train_step(batch)})  # goes to both
+            run.capture(metrics={"loss": train_step(batch)})
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ import threading
 import weakref
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from functools import lru_cache
 
 __all__ = ["Admission", "Descriptors", "Limits", "Place", "of_process"]
 
@@ -21,6 +22,7 @@ _SHARE = 4
 """Connections of all servers get at most a quarter of a process's descriptors, and none of the last quarter."""
 
 _MANY = 1 << 20  # where there is no limit on descriptors
+_REMEMBERED = 1024  # addresses: reading one takes longer than all else that a connection costs here
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,6 +185,7 @@ _ours = _of_limit()
 os.register_at_fork(after_in_child=_begin_anew)
 
 
+@lru_cache(_REMEMBERED)
 def _host(address: str) -> str:
     """The key of an address: an IPv4 address in one form, however it is written; 64 bits of IPv6; anything else as it is."""
     try:
@@ -196,6 +199,7 @@ def _host(address: str) -> str:
     return str(said)
 
 
+@lru_cache(_REMEMBERED)
 def _is_loopback(host: str) -> bool:
     try:
         return ipaddress.ip_address(host).is_loopback

@@ -118,7 +118,7 @@ class Fault:
 
 
 class FaultyDisk(Fault):
-    """The disk below a folder, for the packs and manifests that this process writes there; reads go on working.
+    """The disk below a folder, for the packs and manifests that this process writes there.
 
         import errno
         from datastates.testing import FaultyDisk
@@ -128,6 +128,8 @@ class FaultyDisk(Fault):
             capture = run.capture()
             disk.mend()
             capture.wait("durable", timeout_s=60)
+
+    Reads go on working.
     """
 
     def __init__(self, folder: Path | str) -> None:

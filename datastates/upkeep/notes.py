@@ -15,11 +15,13 @@ __all__ = ["Notes"]
 
 
 class Notes:
-    """The notes of a repository, ``repo.notes``; iterating yields all of them, newest first.
+    """The notes of a repository, ``repo.notes``.
 
         note = repo.notes.write("Diverges *after* the warm-up.", state="main")
         repo.notes.edit(note.uid, "Diverges after step 400.")
         print([note.text for note in repo.notes])
+
+    Iterating yields all of them, newest first.
     """
 
     def __init__(self, core: Core) -> None:

@@ -51,13 +51,13 @@ class Visitors:
         head_bytes: int = HEAD_BYTES,
         is_crowd_silent: bool = False,
     ) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._socket, self._name = listening, name
+        self.loop = asyncio.get_running_loop()
+        self._socket, self._number, self._name = listening, listening.fileno(), name
         self.door, self.word, self.arrived = door, word, arrived
         self.least, self.head_bytes = word(b""), head_bytes
         self._is_crowd_silent = is_crowd_silent
         self.here: set[_Visitor] = set()
-        self._credit, self._counted_at = float(_BURST), self._loop.time()
+        self._credit, self._counted_at = float(_BURST), self.loop.time()
         self._rest: asyncio.TimerHandle | None = None
         self._is_closed = False
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, self.least)  # accepted connections inherit it
@@ -69,7 +69,7 @@ class Visitors:
             return
         self._is_closed = True
         if self._rest is None:
-            self._loop.remove_reader(self._socket)
+            self.loop.remove_reader(self._number)
         else:
             self._rest.cancel()
         for visitor in list(self.here):
@@ -82,11 +82,11 @@ class Visitors:
 
     def _go_on(self) -> None:
         self._rest = None
-        self._loop.add_reader(self._socket, self._take)
+        self.loop.add_reader(self._number, self._take)
 
     def _pause(self, pause_s: float) -> None:
-        self._loop.remove_reader(self._socket)
-        self._rest = self._loop.call_later(pause_s, self._go_on)
+        self.loop.remove_reader(self._number)
+        self._rest = self.loop.call_later(pause_s, self._go_on)
 
     def _take(self) -> None:
         """Accept what waits. A connection belongs to its visitor before anything can come in between."""
@@ -103,7 +103,7 @@ class Visitors:
         return self._count(_AT_ONCE)
 
     def _count(self, taken: int) -> None:
-        now = self._loop.time()
+        now = self.loop.time()
         self._credit = min(_BURST, self._credit + (now - self._counted_at) * _BURST) - taken
         self._counted_at = now
         if self._credit < 0:
@@ -114,10 +114,11 @@ class Visitors:
 class _Visitor:
     """One such connection."""
 
-    __slots__ = ("_arrival", "_connection", "_is_waiting", "_loop", "_visitors", "_wanted")
+    __slots__ = ("_arrival", "_connection", "_is_waiting", "_loop", "_number", "_visitors", "_wanted")
 
     def __init__(self, visitors: Visitors, connection: socket.socket) -> None:
-        self._visitors, self._connection, self._loop = visitors, connection, asyncio.get_running_loop()
+        self._visitors, self._connection, self._loop = visitors, connection, visitors.loop
+        self._number = connection.fileno()  # given to the loop instead of the socket, whose text a selector would make each time
         self._wanted, self._is_waiting = visitors.least, False
         self._arrival: Arrival | None = None
 
@@ -163,7 +164,7 @@ class _Visitor:
             self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, wanted)
         if not self._is_waiting:
             self._is_waiting = True
-            self._loop.add_reader(self._connection, self._look)
+            self._loop.add_reader(self._number, self._look)
 
     def _arrive(self, said: bytes) -> None:
         self._stop_waiting()
@@ -176,7 +177,7 @@ class _Visitor:
         self._visitors.here.discard(self)
         if self._is_waiting:
             self._is_waiting = False
-            self._loop.remove_reader(self._connection)
+            self._loop.remove_reader(self._number)
 
     def _end(self) -> None:
         """End it: its time is up, or others need its place. Whichever layer waits on it by now notices and closes it."""
