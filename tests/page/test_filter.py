@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from playwright.sync_api import Locator, Page, expect
+from playwright.sync_api import Locator, Page, Route, expect
 
 from tests.page.conftest import Wood
 
@@ -157,6 +157,20 @@ def test_the_end_of_what_was_found_is_its_last_state_not_the_last_one_that_was_l
     assert len(newest) > 800
     expect(page.locator(f"#state-{newest[0]}")).to_be_in_viewport()
     expect(found).to_have_attribute("aria-rowcount", str(len(newest) + 1))
+
+
+def test_the_end_is_reached_although_the_search_would_be_repeated_meanwhile(woods: Wood, open_page: Open) -> None:
+    page = open_page(woods.at("q=order+by+created"))
+    expect(page.get_by_role("grid", name="States that were found")).to_have_attribute("aria-rowcount", "201")
+
+    def hold(route: Route) -> None:
+        if "fields=uid" not in route.request.url:  # the last states themselves, not their count
+            page.wait_for_timeout(3000)  # longer than the page waits after an event, of which the first one says that it is connected
+        route.continue_()
+
+    page.route("**/states?*after=*", hold)
+    page.keyboard.press("End")
+    expect(page.locator(f"#state-{woods.history()[0]}")).to_be_in_viewport()
 
 
 def test_what_a_filter_speaks_of_has_columns(woods: Wood, open_page: Open) -> None:
