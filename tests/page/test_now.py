@@ -46,7 +46,9 @@ def test_bytes_by_tier_and_branch_are_those_of_the_lineage(shared: Site, page: P
         states, branches = repo.find("step >= 0"), repo.overview(sort="bytes")
     row = page.locator("[data-tier=local]")
     expect(row.locator("td").nth(1)).to_have_text(str(len(states)))
-    shown = [one.get_attribute("data-branch-bytes") for one in page.locator("[data-branch-bytes]").all()]
+    rows = page.locator("[data-branch-bytes]")
+    expect(rows).to_have_count(len(branches))
+    shown = [one.get_attribute("data-branch-bytes") for one in rows.all()]
     assert shown == [branch.name for branch in branches]
     expect(page.get_by_text("no process tracks this repository")).to_be_visible()
 
