@@ -119,7 +119,11 @@ class _Check:
         """Match the groups by their parameters, and note the writes of their options."""
         known, stored = _all(self.names), _all(self.stored_names)
         self.findings.missing += [p for name in known if name not in stored and self._asks(p := self._state_path(name))]
-        self.findings.unexpected += [p for name in stored if name not in known and self._asks(p := self._state_path(name))]
+        others = [p for name in stored if name not in known and self._asks(p := self._state_path(name))]
+        self.findings.unexpected += others
+        if others and len(self.stored_names) > len(self.names):
+            groups = f"{self.path} has {len(self.names)} of the state's {len(self.stored_names)} parameter groups"
+            self.findings.hints.append(f"{groups}: call add_param_group for the rest before restoring, or pass strict=False to go without")
         if isinstance(self.optimizer, LBFGS) and known.keys() == stored.keys() and list(known) != list(stored):
             self.findings.mismatched.append(Mismatch(self.path, "another order of the parameters", "an LBFGS, whose state depends on it"))
         free = dict(enumerate(map(set, self.stored_names)))

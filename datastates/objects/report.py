@@ -56,6 +56,9 @@ class RestoreReport:
     shape nor by conversion; ``converted`` was restored in the object's own dtype; ``skipped`` was not asked for. ``values``
     are those that no restore can change in the caller (numbers, text, tuples): by name, for the caller to take over. ``notes`` say what
     begins anew because another number of ranks captured the state: random numbers, the place in the data.
+
+    ``frozen`` are restored parameters that required no gradient in the state and required one here; ``unfrozen`` the reverse. A tracker
+    that goes on where its branch stands, or goes back, makes them as they were in the state; every other restore leaves them.
     """
 
     restored: tuple[str, ...] = ()
@@ -66,6 +69,8 @@ class RestoreReport:
     skipped: tuple[str, ...] = ()
     values: Mapping[str, object] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    frozen: tuple[str, ...] = ()
+    unfrozen: tuple[str, ...] = ()
 
     def __bool__(self) -> bool:
         return not (self.missing or self.unexpected or self.mismatched)

@@ -20,6 +20,7 @@ from datastates.opening.missing import explain, is_elsewhere, nearest_here
 from datastates.system.logs import event
 from datastates.system.notices import say
 
+from .trained import go_on_training, say_what_differs
 from .training import Training
 
 if TYPE_CHECKING:
@@ -94,14 +95,17 @@ def _named(session: Session, branch: str, start: str | State | None, *, resume: 
 
 def set_out(training: Training, state: State, *, only: str | Sequence[str] | None, strict: bool, is_resumed: bool) -> None:
     """Restore ``state`` into the training's objects; the first capture then shares with it what is unchanged."""
-    training.restore(state, only=only, strict=strict)
+    report = training.restore(state, only=only, strict=strict)
     stand(training, state, is_resumed=is_resumed)
+    if is_resumed:
+        go_on_training(training.branch, training.adapted, report, is_told=training.ranks.is_first)
     if not training.ranks.is_first:
         return  # rank 0 logs it for all
     where = f"state {state.uid[:10]}, step {state.step}" + (f", epoch {training.loops.epoch}" if training.loops.is_counted else "")
     if not is_resumed:
         begun = event("branch.begun", branch=training.branch, state=state.uid, step=state.step)
         _logger.info("branch %s begins at %s", training.branch, where, extra=begun)
+        say_what_differs(training.branch, report)
         return
     resumed = event("branch.resumed", branch=training.branch, state=state.uid, step=state.step)
     say(f"branch {training.branch} goes on from {where}", resumed)

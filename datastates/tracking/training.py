@@ -40,6 +40,7 @@ from datastates.upkeep.retention import bests_at
 
 from .companion import Companion
 from .together import Together
+from .trained import go_on_training
 
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
@@ -227,6 +228,7 @@ class Training:
         with undisturbed():
             with self.ranks.united("restore its part"):
                 report = self.restore(state, only=only, strict=strict, without=without)
+            go_on_training(self.branch, self.adapted, report, is_told=self.ranks.is_first)
             self.ranks.first("move the branch", partial(self._move, state, reason), type(None))
             self.line.stand((state.uid, state.digest))
             self.newest = state.uid

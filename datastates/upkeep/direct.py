@@ -24,6 +24,7 @@ from datastates.objects.homes import Home, live_homes, wait_for_copies
 from datastates.objects.redivision import Redivision
 from datastates.objects.report import RestoreReport, Target
 from datastates.objects.restore import check_into, reads, write
+from datastates.objects.trained import with_trained
 from datastates.store.passing import SharedReader
 from datastates.store.pouring import SupportsPouring, cut
 from datastates.store.reading import read_tree, sketch_tree, specs_of
@@ -89,7 +90,8 @@ def restore_from(
         findings.writes.insert(0, partial(_copy, into, [*copies.values()]))
     if meeting is not None:
         meeting.meet()
-    return replace(write(findings), notes=tuple(own.notes))
+    report = replace(write(findings), notes=tuple(own.notes))
+    return with_trained(report, adapted, {spec.path: spec.requires_grad for spec in specs})
 
 
 class _Pour:

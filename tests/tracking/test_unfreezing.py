@@ -1,0 +1,140 @@
+"""A training that freezes or unfreezes layers on its way goes on with what it trained, although its script does not come by there again."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import datastates
+from datastates import InvalidInput, Repository
+
+THAWS_AT = 4
+"""The step before which the script unfreezes its first layer."""
+
+
+def made(*, is_frozen: bool = True) -> tuple[nn.Sequential, torch.optim.AdamW]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+    model[0].requires_grad_(not is_frozen)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+
+def trained(model: nn.Module) -> list[bool]:
+    return [parameter.requires_grad for parameter in model.parameters()]
+
+
+def train(repo: Repository, until: int, *, thaws_at: int | None = THAWS_AT, freezes_at: int | None = None) -> list[float]:
+    """Go on, or begin, on branch main; the losses from there."""
+    model, optimizer = made()
+    losses = []
+    with repo.track(branch="main", model=model, optimizer=optimizer) as run:
+        for step in range(run.step, until):
+            if step == thaws_at:
+                model[0].requires_grad_(True)
+            if step == freezes_at:
+                model[2].requires_grad_(False)
+            optimizer.zero_grad()
+            loss = model(torch.randn(8, 3)).square().mean()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+            run.capture()
+    return losses
+
+
+@pytest.mark.parametrize("stop", [THAWS_AT - 2, THAWS_AT, THAWS_AT + 1, THAWS_AT + 3])
+def test_a_stopped_training_goes_on_with_what_it_had_unfrozen_and_frozen(tmp_path: Path, stop: int) -> None:
+    freezes_at = THAWS_AT + 2
+    with datastates.open(tmp_path / "whole") as repo:
+        expected = train(repo, 10, freezes_at=freezes_at)
+    with datastates.open(tmp_path / "stopped") as repo:
+        assert train(repo, stop, freezes_at=freezes_at) + train(repo, 10, freezes_at=freezes_at) == expected
+
+
+def test_whoever_starts_it_again_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "datastates")
+    with datastates.open(tmp_path) as repo:
+        train(repo, 6)
+        assert "again" not in caplog.text
+        train(repo, 7)
+    assert "branch main: 2 parameters (model/0.weight, model/0.bias) are trained again, as in the state that was restored" in caplog.text
+
+
+def test_going_back_goes_back_to_what_was_trained_there(tmp_path: Path) -> None:
+    with datastates.open(tmp_path) as repo:
+        train(repo, 6)
+        model, optimizer = made()
+        with repo.track(branch="main", model=model, optimizer=optimizer) as run:
+            assert trained(model) == [True] * 4
+            report = run.restore("main~3", strict=True)
+            assert report.frozen == ("model/0.weight", "model/0.bias")
+            assert trained(model) == [False, False, True, True]
+
+
+def test_a_fork_and_a_restore_train_what_their_script_says_and_the_fork_tells_what_differs(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "datastates")
+    with datastates.open(tmp_path) as repo:
+        train(repo, 6)
+        model, optimizer = made()
+        with repo.track(branch="fork", start="main", model=model, optimizer=optimizer):
+            assert trained(model) == [False, False, True, True]
+        assert "branch fork: 2 parameters (model/0.weight, model/0.bias) are trained where it begins, and frozen here" in caplog.text
+        report = repo.restore("main", {"model": model})
+        assert (report.frozen, report.unfrozen) == ((), ("model/0.weight", "model/0.bias"))
+        assert trained(model) == [False, False, True, True]
+        assert repo.restore("main", {"model": model}, only="model/2.*").unfrozen == ()
+
+
+def test_a_state_that_no_training_captured_freezes_nothing(tmp_path: Path) -> None:
+    """All its tensors are without a gradient, as in a file."""
+    model, optimizer = made(is_frozen=False)
+    with datastates.open(tmp_path) as repo:
+        with repo.track(branch="main", weights=dict(model.state_dict())) as run:
+            run.capture()
+        report = repo.restore("main", {"weights": model})
+        assert (report.frozen, report.unfrozen) == ((), ())
+        with repo.track(branch="main", weights=model, optimizer=optimizer, strict=False):
+            assert trained(model) == [True] * 4
+
+
+@contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    dist.init_process_group("gloo", f"file://{folder / 'meet'}", world_size=1, rank=0)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def test_what_ddp_would_not_exchange_is_left_and_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with datastates.open(tmp_path / "runs") as repo, alone(tmp_path):
+        train(repo, 6)
+        model, optimizer = made()
+        with repo.track(branch="main", model=DistributedDataParallel(model), optimizer=optimizer):
+            assert trained(model) == [False, False, True, True]
+    assert "set requires_grad before DistributedDataParallel wraps the model" in caplog.text
+
+
+def test_an_optimizer_that_lacks_a_group_is_refused_with_the_next_step(tmp_path: Path) -> None:
+    model, _ = made()
+    optimizer = torch.optim.SGD(model[2].parameters(), lr=0.1)
+    with datastates.open(tmp_path) as repo:
+        with repo.track(branch="main", model=model, optimizer=optimizer) as run:
+            optimizer.add_param_group({"params": list(model[0].parameters())})
+            run.capture()
+        fresh = torch.optim.SGD(model[2].parameters(), lr=0.1)
+        with pytest.raises(InvalidInput, match="1 of the state's 2 parameter groups: call add_param_group for the rest"):
+            repo.track(branch="main", model=model, optimizer=fresh)
+        fresh.add_param_group({"params": list(model[0].parameters())})
+        with repo.track(branch="main", model=model, optimizer=fresh) as run:
+            assert run.step == 1
