@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from difflib import get_close_matches
 from typing import Any
@@ -12,6 +13,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from datastates.content.spread import local_of
 from datastates.errors import InvalidInput
 
 from .adapters import has_state, parts
@@ -48,6 +50,8 @@ class Oversights:
         self._buffers = [each for path, found in parts(objects) if isinstance(found, nn.Module) for each in _left_out(path, found)]
         self._looks = 0
         self._stamps: list[object] | None = None
+        self._objects, self._counts = objects, dict[int, int]()
+        self._told = None if any(tree is None for tree in outlook.values()) else {_memory_of(tensor) for tensor in _tensors(outlook)}
         self._versions: dict[int, object] = {}
         self._idle: dict[int, int] = {}
         self._warn_of_metrics([each for path, found in parts(objects) if isinstance(found, nn.Module) for each in _metrics(path, found)])
@@ -60,6 +64,7 @@ class Oversights:
         if self._buffers and (self._looks < _OFTEN or not self._looks % _OFTEN):
             self._look_at_buffers()
         if self._optimizers:
+            self._look_for_owners()
             self._look_at_optimizers()
 
     def _warn_of_metrics(self, names: list[str]) -> None:
@@ -82,6 +87,23 @@ class Oversights:
                 " training depends on it",
                 ", ".join(changed[:6]),
             )
+
+    def _look_for_owners(self) -> None:
+        """Report parameters that an optimizer trains and that nothing tracked has: at first, and when it has got others."""
+        for path, optimizer in self._optimizers:
+            count = sum(len(group["params"]) for group in optimizer.param_groups)
+            if self._told is None or self._counts.get(id(optimizer)) == count:
+                continue
+            self._counts[id(optimizer)] = count
+            modules = [found for _, found in parts(self._objects) if isinstance(found, nn.Module)]
+            owned = {id(tensor) for module in modules for tensor in module.parameters()}
+            lost = [each for each in _parameters(optimizer) if id(each) not in owned and _memory_of(each) not in self._told]
+            if lost:
+                _logger.warning(
+                    "%s trains %s that nothing tracked has, of shape %s: no state has them; track the module that they are in, too",
+                    path, "a parameter" if len(lost) == 1 else f"{len(lost)} parameters",
+                    ", ".join(str(tuple(each.shape)) for each in lost[:3]) + (", …" if len(lost) > 3 else ""),
+                )  # fmt: skip
 
     def _look_at_optimizers(self) -> None:
         stepped = {id(optimizer): self._has_stepped(optimizer) for _, optimizer in self._optimizers}
@@ -115,6 +137,25 @@ def _keeps_something(found: object) -> bool:
 
 def _parameters(optimizer: Optimizer) -> Iterator[torch.Tensor]:
     return (parameter for group in optimizer.param_groups for parameter in group["params"])
+
+
+def _tensors(tree: object) -> Iterator[torch.Tensor]:
+    if isinstance(tree, torch.Tensor):
+        yield tree
+    elif isinstance(tree, Mapping):
+        for child in tree.values():
+            yield from _tensors(child)
+    elif isinstance(tree, list | tuple | deque):
+        for child in tree:
+            yield from _tensors(child)
+
+
+def _memory_of(tensor: torch.Tensor) -> object:
+    """What two tensors of the same memory have in common; the tensor's own id if its memory cannot be told."""
+    local = None if is_lazy(tensor) else local_of(tensor)
+    if local is None or local.layout is not torch.strided or not local.numel():
+        return id(tensor)
+    return local.device, local.data_ptr()
 
 
 def _left_out(path: str, module: nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:

@@ -160,3 +160,52 @@ def test_a_lazy_module_is_captured_once_it_has_a_shape(repo: Repository) -> None
         model(torch.ones(1, 3)).sum().backward()
         optimizer.step()
         assert run.capture().wait().step == 2
+
+
+def test_parameters_that_an_optimizer_trains_and_nothing_tracked_has_are_told_once(
+    repo: Repository, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, loss, late = nn.Linear(2, 2), nn.Linear(2, 1), nn.Linear(3, 3)
+    optimizer = torch.optim.SGD([*model.parameters(), *loss.parameters()], 0.1)
+    with repo.track(model=model, optimizer=optimizer) as run:
+        for _ in range(3):
+            run.capture()
+        assert caplog.text.count("optimizer trains 2 parameters that nothing tracked has, of shape (1, 2), (1,): no state has them") == 1
+        optimizer.add_param_group({"params": [late.weight]})
+        for _ in range(3):
+            run.capture()
+        assert caplog.text.count("optimizer trains 3 parameters") == 1
+
+
+class Agent:
+    """Has networks of its own, and a state."""
+
+    def __init__(self) -> None:
+        self.net = nn.Linear(2, 2)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"net": self.net.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.net.load_state_dict(state["net"])
+
+
+@pytest.mark.parametrize("kind", ["module", "wrapped", "tensors", "state_dict", "agent", "lazy", "in a list"])
+def test_parameters_that_something_tracked_has_are_not_told(repo: Repository, caplog: pytest.LogCaptureFixture, kind: str) -> None:
+    agent = Agent()
+    model = nn.LazyLinear(2) if kind == "lazy" else agent.net
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    tracked: dict[str, dict[str, Any]] = {
+        "module": {"model": model},
+        "wrapped": {"model": nn.DataParallel(model)},
+        "tensors": {"weights": dict(model.named_parameters())},
+        "state_dict": {"weights": model.state_dict()},
+        "agent": {"agent": agent},
+        "lazy": {"model": model},
+        "in a list": {"models": [nn.Linear(1, 1), model]},
+    }
+    with repo.track(optimizer=optimizer, **tracked[kind]) as run:
+        model(torch.ones(1, 2))
+        run.capture()
+        run.capture()
+    assert "nothing tracked has" not in caplog.text
