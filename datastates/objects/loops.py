@@ -88,6 +88,11 @@ class Loops:
         """Whether ``epoch`` is meaningful: a loop over ``Tracker.epochs`` was begun, here or before the restored state."""
         return self._has_counted
 
+    @property
+    def batch(self) -> int:
+        """How many batches of the pass that began last came before the current one."""
+        return max(0, self._passes[-1].batches - 1) if self._passes else 0
+
     def begin_elsewhere(self, *, is_between: bool) -> None:
         """Note that other code counts the epochs; ``is_between``: a new one begins."""
         self.is_counted_elsewhere = True

@@ -1,6 +1,7 @@
-"""The parameters that a training trains (``requires_grad``): where a state and live modules differ, and making them alike.
+"""The parameters that a training trains: where a state and live objects differ, and making them alike.
 
-A script that unfreezes layers on its way does so in one epoch. Started again later, it does not come by there.
+A script that unfreezes layers on its way, or gives an optimizer another group, does so in one epoch. Started again later, it does not
+come by there.
 """
 
 from __future__ import annotations
@@ -8,14 +9,19 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from torch import nn
 
 from .adapters import Adapted
 from .names import join, split_wrappers
-from .report import RestoreReport
+from .optimizer_state import options_of
+from .report import RestoreReport, own
 
-__all__ = ["put_back", "with_trained"]
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+__all__ = ["add_groups", "put_back", "with_trained"]
 
 
 def with_trained(report: RestoreReport, adapted: Adapted, stored: Mapping[str, bool]) -> RestoreReport:
@@ -46,6 +52,29 @@ def put_back(report: RestoreReport, adapted: Adapted) -> list[str]:
             else:
                 parameter.requires_grad_(path in unfrozen)
     return left
+
+
+def add_groups(optimizer: Optimizer, stored: object, adapted: Adapted) -> int:
+    """Give an optimizer the last of the ``stored`` parameter groups, as many as it lacks, of live parameters; returns how many.
+
+    None is added unless each of their parameters is in a tracked module, and in no group yet. Whether they are right, the restore finds.
+    """
+    groups = optimizer.param_groups
+    if not isinstance(stored, list) or len(stored) <= len(groups):
+        return 0
+    named: dict[object, nn.Parameter] = {}
+    for path, model in adapted.models():
+        for name, tensor in () if model.is_flattened else model.known().items():
+            if isinstance(tensor, nn.Parameter):
+                named.setdefault(name, tensor)
+                named[f"{path.replace('/', '.')}.{name}"] = tensor
+    taken = {id(parameter) for group in groups for parameter in group["params"]}
+    rows = [[named.get(name) for name in group["params"]] for group in stored[len(groups) :]]
+    if any(parameter is None or id(parameter) in taken for row in rows for parameter in row):
+        return 0
+    for group, row in zip(stored[len(groups) :], rows, strict=True):
+        optimizer.add_param_group({**own(options_of(group)), "params": row})
+    return len(rows)
 
 
 def _parameters(adapted: Adapted) -> Iterator[tuple[str, nn.Parameter, bool]]:

@@ -10,17 +10,18 @@ from difflib import get_close_matches
 from typing import TYPE_CHECKING
 
 from datastates import values
-from datastates.errors import Conflict, NotFound
+from datastates.errors import Conflict, InvalidInput, NotFound
 from datastates.lineage.change import refs
 from datastates.lineage.search import revision, walk
 from datastates.lineage.states import Ref, RefKind, State
 from datastates.objects.adapters import IN_BACKWARD
+from datastates.objects.report import RestoreReport
 from datastates.opening.core import Core
 from datastates.opening.missing import explain, is_elsewhere, nearest_here
 from datastates.system.logs import event
 from datastates.system.notices import say
 
-from .trained import go_on_training, say_what_differs
+from .trained import go_on_training, lose_groups, regain_groups, say_gained, say_what_differs
 from .training import Training
 
 if TYPE_CHECKING:
@@ -95,7 +96,7 @@ def _named(session: Session, branch: str, start: str | State | None, *, resume: 
 
 def set_out(training: Training, state: State, *, only: str | Sequence[str] | None, strict: bool, is_resumed: bool) -> None:
     """Restore ``state`` into the training's objects; the first capture then shares with it what is unchanged."""
-    report = training.restore(state, only=only, strict=strict)
+    report = _restored(training, state, only=only, strict=strict, is_resumed=is_resumed)
     stand(training, state, is_resumed=is_resumed)
     if is_resumed:
         go_on_training(training.branch, training.adapted, report, is_told=training.ranks.is_first)
@@ -115,6 +116,26 @@ def set_out(training: Training, state: State, *, only: str | Sequence[str] | Non
             " with start=",
             training.branch, ", ".join(forgotten), "they are" if len(forgotten) > 1 else "it is", ", ".join(forgotten),
         )  # fmt: skip
+
+
+def _restored(training: Training, state: State, *, only: str | Sequence[str] | None, strict: bool, is_resumed: bool) -> RestoreReport:
+    """Restore the state. If a training goes on whose optimizers had got more groups than they have now, they get these first."""
+    try:
+        return training.restore(state, only=only, strict=strict)
+    except InvalidInput as misfit:
+        alone = is_resumed and training.ranks.size == 1
+        gained = regain_groups(training.core, state, training.adapted) if alone else []
+        if not gained:
+            raise
+        try:
+            report = training.restore(state, only=only, strict=strict)
+        except BaseException as exc:
+            lose_groups(gained)
+            if isinstance(exc, InvalidInput):
+                raise misfit from None
+            raise
+    say_gained(training.branch, gained)
+    return report
 
 
 def stand(training: Training, state: State, *, is_resumed: bool) -> None:

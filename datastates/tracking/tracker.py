@@ -137,6 +137,15 @@ class Tracker:
         """The current epoch of ``epochs``, from 0; once ``epochs`` is over, the number of epochs done."""
         return self._training.loops.epoch
 
+    @property
+    def batch(self) -> int:
+        """The number of the current batch of ``steps`` in its pass over the data, from 0, also if that pass was resumed in the middle.
+
+        ``enumerate(run.steps(loader))`` counts from 0 again there. If several loaders are read side by side, it is that of the pass
+        that began last.
+        """
+        return self._training.loops.batch
+
     def epochs(self, count: int) -> Iterator[int]:
         """The numbers, from 0, of those of ``count`` epochs that are left: a training that was stopped goes on in its epoch.
 
@@ -165,6 +174,7 @@ class Tracker:
         it begins with the next one. The loader need not be tracked for that: a plain DataLoader, with workers or without, is started again
         with the random numbers that it had, and the batches that were used are read and dropped. Tracked loaders and samplers find their
         place by themselves. Outside of ``epochs``, a training that resumes from the last batch's state makes another pass over the data.
+        Count batches with ``batch``: ``enumerate`` begins with 0 again where a pass goes on.
 
         :raises InvalidInput: a sampler is tracked and its loader has workers, which read from the sampler ahead of the training.
         """

@@ -1,18 +1,53 @@
-"""What becomes of the parameters that a restored state trained and that are frozen here, or the reverse."""
+"""What becomes of the parameters that a restored state trained and that are not trained here, or the reverse."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
 
-from datastates.objects.adapters import Adapted
-from datastates.objects.report import RestoreReport
-from datastates.objects.trained import put_back
-from datastates.system.notices import say
+from torch.optim import Optimizer
 
-__all__ = ["go_on_training", "say_what_differs"]
+from datastates.errors import InvalidInput
+from datastates.lineage.states import State
+from datastates.objects.adapters import Adapted, parts
+from datastates.objects.optimizer_state import is_plain
+from datastates.objects.optimizers import bare
+from datastates.objects.report import RestoreReport
+from datastates.objects.trained import add_groups, put_back
+from datastates.opening.core import Core
+from datastates.system.notices import say
+from datastates.upkeep.loading import load
+
+__all__ = ["go_on_training", "lose_groups", "regain_groups", "say_gained", "say_what_differs"]
 
 _logger = logging.getLogger(__name__)
+
+
+def regain_groups(core: Core, state: State, adapted: Adapted) -> list[tuple[Optimizer, int]]:
+    """Give optimizers the parameter groups that they had in the state and lack here; returns these optimizers and how many each has got.
+
+    ``lose_groups`` undoes it.
+    """
+    gained = []
+    for path, optimizer in parts(adapted.objects):
+        if isinstance(optimizer, Optimizer) and is_plain(bare(optimizer)):
+            stored = _groups_in(core, state, path)
+            if count := add_groups(bare(optimizer), stored, adapted):
+                gained.append((bare(optimizer), count))
+    return gained
+
+
+def lose_groups(gained: Sequence[tuple[Optimizer, int]]) -> None:
+    """Take the last groups away from these optimizers."""
+    for optimizer, count in gained:
+        del optimizer.param_groups[-count:]
+
+
+def say_gained(branch: str, gained: Sequence[tuple[Optimizer, int]]) -> None:
+    """Say which groups were added."""
+    for optimizer, count in gained:
+        sizes = " and ".join(str(len(group["params"])) for group in optimizer.param_groups[-count:])
+        say(f"branch {branch}: {type(optimizer).__name__} has {sizes} parameters in a group of their own again, as in the restored state")
 
 
 def go_on_training(branch: str, adapted: Adapted, report: RestoreReport, *, is_told: bool) -> None:
@@ -35,6 +70,17 @@ def say_what_differs(branch: str, report: RestoreReport) -> None:
     for paths, was, now in ((report.frozen, "frozen", "trained"), (report.unfrozen, "trained", "frozen")):
         if paths:
             say(f"branch {branch}: {_counted(paths)} {was} where it begins, and {now} here; requires_grad stays as the script set it")
+
+
+def _groups_in(core: Core, state: State, path: str) -> object:
+    """The parameter groups that the state has of the optimizer at a path; None if there are none."""
+    try:
+        found = load(core, state, only=f"{path}/param_groups")
+        for key in path.split("/"):
+            found = found[int(key)] if isinstance(found, list | tuple) else found[key]
+        return found["param_groups"]
+    except (InvalidInput, LookupError, TypeError, ValueError):  # it is no optimizer there
+        return None
 
 
 def _counted(paths: Sequence[str]) -> str:

@@ -71,6 +71,35 @@ def test_epochs_end_where_they_would_have(repo: Repository) -> None:
     assert seen == [(epoch, batch) for epoch in range(3) for batch in range(4)]
 
 
+@pytest.mark.filterwarnings("ignore:.set_vital. is deprecated")  # torchdata 0.11 on torch 2.13
+def test_batches_have_the_numbers_that_they_would_have_had(repo: Repository) -> None:
+    kinds: dict[str, tuple[Callable[[], Any], bool]] = {
+        "a list": (lambda: [*range(4)], False),
+        "a loader": (lambda: DataLoader(range(8), batch_size=2, shuffle=True), False),  # type: ignore[arg-type]  # a range will do
+        "a tracked loader": (lambda: StatefulDataLoader([*range(8)], batch_size=2, shuffle=True), True),
+        "a tracked sampler": (lambda: PermutationSampler(4), True),
+    }
+    for kind, (make, is_tracked) in kinds.items():
+        numbers: list[list[int]] = []
+        for stops in ([], [1], [3], [4], [6]):
+            numbers.append([])
+            for stop in [*stops, 99]:
+                source = make()
+                tracked = {"source": source} if is_tracked else {}
+                with (
+                    repo.track(branch=f"{kind}-{len(numbers)}".replace(" ", "-"), weight=torch.zeros(1), **tracked) as run,
+                    suppress(Stopped),
+                ):
+                    assert run.batch == 0
+                    for _ in run.epochs(2):
+                        for _ in run.steps(source):
+                            if run.step > stop:
+                                raise Stopped
+                            numbers[-1].append(run.batch)
+                            run.capture()
+        assert numbers == [[0, 1, 2, 3] * 2] * 5, kind
+
+
 def test_what_follows_the_loop_in_an_epoch_is_done_once_for_each_of_them(repo: Repository) -> None:
     def body(run: Tracker, seen: Seen, stop: int | None) -> None:
         for epoch in run.epochs(3):

@@ -125,16 +125,56 @@ def test_what_ddp_would_not_exchange_is_left_and_told(tmp_path: Path, caplog: py
     assert "set requires_grad before DistributedDataParallel wraps the model" in caplog.text
 
 
-def test_an_optimizer_that_lacks_a_group_is_refused_with_the_next_step(tmp_path: Path) -> None:
+def by_groups(repo: Repository, until: int) -> list[float]:
+    """Go on, or begin, on branch main: the first layer joins the optimizer in a group of its own, with a rate of its own."""
     model, _ = made()
-    optimizer = torch.optim.SGD(model[2].parameters(), lr=0.1)
-    with datastates.open(tmp_path) as repo:
-        with repo.track(branch="main", model=model, optimizer=optimizer) as run:
-            optimizer.add_param_group({"params": list(model[0].parameters())})
+    optimizer = torch.optim.SGD(model[2].parameters(), lr=0.1, momentum=0.9)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    losses = []
+    with repo.track(branch="main", model=model, optimizer=optimizer, schedule=schedule) as run:
+        for step in range(run.step, until):
+            if step == THAWS_AT:
+                model[0].requires_grad_(True)
+                optimizer.add_param_group({"params": list(model[0].parameters()), "lr": 0.01})
+            optimizer.zero_grad()
+            loss = model(torch.randn(8, 3)).square().mean()
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+            losses.append(loss.item())
             run.capture()
-        fresh = torch.optim.SGD(model[2].parameters(), lr=0.1)
-        with pytest.raises(InvalidInput, match="1 of the state's 2 parameter groups: call add_param_group for the rest"):
-            repo.track(branch="main", model=model, optimizer=fresh)
-        fresh.add_param_group({"params": list(model[0].parameters())})
-        with repo.track(branch="main", model=model, optimizer=fresh) as run:
-            assert run.step == 1
+    return losses
+
+
+@pytest.mark.parametrize("stop", [THAWS_AT, THAWS_AT + 1, THAWS_AT + 3])
+def test_a_stopped_training_goes_on_with_the_groups_that_its_optimizer_had_got(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, stop: int
+) -> None:
+    caplog.set_level(logging.INFO, "datastates")
+    with datastates.open(tmp_path / "whole") as repo:
+        expected = by_groups(repo, 10)
+    with datastates.open(tmp_path / "stopped") as repo:
+        assert by_groups(repo, stop) + by_groups(repo, 10) == expected
+    assert ("branch main: SGD has 2 parameters in a group of their own again" in caplog.text) is (stop > THAWS_AT)
+
+
+def test_an_optimizer_whose_groups_fit_none_of_the_state_is_left_as_it_is_and_refused(tmp_path: Path) -> None:
+    with datastates.open(tmp_path) as repo:
+        by_groups(repo, 6)
+        model, _ = made()
+        everything = list(model.parameters())
+        for parameters in (everything[:2], everything[2:3]):
+            optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+            with pytest.raises(InvalidInput, match="1 of the state's 2 parameter groups: call add_param_group for the rest"):
+                repo.track(branch="main", model=model, optimizer=optimizer)
+            assert len(optimizer.param_groups) == 1
+
+
+def test_a_fork_trains_no_group_that_its_script_did_not_ask_for(tmp_path: Path) -> None:
+    with datastates.open(tmp_path) as repo:
+        by_groups(repo, 6)
+        model, _ = made()
+        optimizer = torch.optim.SGD(model[2].parameters(), lr=0.1, momentum=0.9)
+        with pytest.raises(InvalidInput, match="1 of the state's 2 parameter groups"):
+            repo.track(branch="fork", start="main", model=model, optimizer=optimizer)
+        assert len(optimizer.param_groups) == 1
