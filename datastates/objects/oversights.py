@@ -44,7 +44,14 @@ def refuse_misspelt(given: Iterable[str], options: Collection[str]) -> None:
 class Oversights:
     """Checks what is tracked at every capture; costs microseconds."""
 
-    def __init__(self, objects: Mapping[str, object], outlook: Mapping[str, object], has_stepped: Callable[[Optimizer], bool]) -> None:
+    def __init__(
+        self,
+        objects: Mapping[str, object],
+        outlook: Mapping[str, object],
+        has_stepped: Callable[[Optimizer], bool],
+        *,
+        has_gradients: bool = False,
+    ) -> None:
         self._has_stepped = has_stepped
         self._optimizers = [(path, found) for path, found in parts(objects) if isinstance(found, Optimizer)]
         self._buffers = [each for path, found in parts(objects) if isinstance(found, nn.Module) for each in _left_out(path, found)]
@@ -52,6 +59,9 @@ class Oversights:
         self._stamps: list[object] | None = None
         self._objects, self._counts = objects, dict[int, int]()
         self._told = None if any(tree is None for tree in outlook.values()) else {_memory_of(tensor) for tensor in _tensors(outlook)}
+        is_scaled = any(isinstance(found, torch.amp.GradScaler) for _, found in parts(objects))  # a scaler leaves out steps
+        self._heeds_gradients = not has_gradients and not is_scaled
+        self._gradients: dict[int, object] = {}
         self._versions: dict[int, object] = {}
         self._idle: dict[int, int] = {}
         self._warn_of_metrics([each for path, found in parts(objects) if isinstance(found, nn.Module) for each in _metrics(path, found)])
@@ -111,6 +121,8 @@ class Oversights:
             version = _stamp(next(_parameters(optimizer), None))
             before = self._versions.get(id(optimizer), version)
             self._versions[id(optimizer)] = version
+            if self._heeds_gradients:
+                self._look_at_gradients(path, optimizer, is_still=version == before and not any(stepped.values()))
             if stepped[id(optimizer)]:
                 self._idle[id(optimizer)] = 0
             elif version != before:
@@ -121,6 +133,19 @@ class Oversights:
                     " instead",
                     path,
                 )
+
+    def _look_at_gradients(self, path: str, optimizer: Optimizer, *, is_still: bool) -> None:
+        """Report gradients that were added to since the last capture, without a step. ``is_still``: nothing has stepped since."""
+        gradient = next((each.grad for each in _parameters(optimizer) if each.grad is not None), None)
+        stamp, before = _stamp(gradient), self._gradients.get(id(optimizer))
+        self._gradients[id(optimizer)] = stamp
+        if is_still and gradient is not None and before is not None and stamp != before:
+            self._heeds_gradients = False
+            _logger.warning(
+                "captured while %s accumulates gradients, which this state does not have: a training that goes on from it begins the"
+                " accumulation with the next batch; capture after optimizer.step(), or track with gradients=True",
+                path,
+            )
 
     def _is_shared(self, optimizer: Optimizer, stepped: Mapping[int, bool]) -> bool:
         """Whether another tracked optimizer trains the same parameters."""

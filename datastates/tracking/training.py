@@ -99,7 +99,7 @@ class Training:
         self._pid = os.getpid()
         self._fence = Fence(self.pending.wait)
         self._fence.install(self.adapted.optimizers, self.adapted.modules)
-        self.oversights = Oversights(self.adapted.objects, outlook, self._fence.has_stepped)
+        self.oversights = Oversights(self.adapted.objects, outlook, self._fence.has_stepped, has_gradients=gradients)
         self.host.open_line(line, cadence, self.adapted.size_bytes())  # the last call here that may fail
         self._finalizer = weakref.finalize(self, _end_dropped, self.host, line, self._fence, self._pid)
         self._finalizer.atexit = False  # at exit the repository is closed anyway

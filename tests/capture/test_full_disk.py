@@ -69,6 +69,7 @@ def test_the_training_goes_on_and_all_that_it_kept_becomes_durable(
         disk.fail(number)
         handles = capture(run, words, 5)
         assert disk.is_met.wait(60)
+        handles[2].wait("captured", timeout_s=60)
         with pytest.raises(
             TimeoutError, match=r"is not durable after 0.01 s; it is captured; nothing can be written since .*wait in memory"
         ):

@@ -209,3 +209,41 @@ def test_parameters_that_something_tracked_has_are_not_told(repo: Repository, ca
         run.capture()
         run.capture()
     assert "nothing tracked has" not in caplog.text
+
+
+def accumulate(repo: Repository, every: int, *, zeroes_first: bool, captures_twice: bool = False, **objects: Any) -> None:
+    """Eight batches, a step every so many of them."""
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with repo.track(model=model, optimizer=optimizer, **objects) as run:
+        for number in range(8):
+            if zeroes_first and number % every == 0:
+                optimizer.zero_grad(set_to_none=number % 3 == 0)
+            model(torch.randn(4, 2)).sum().backward()
+            if number % every == every - 1:
+                optimizer.step()
+                if not zeroes_first:
+                    optimizer.zero_grad()
+            run.capture()
+            if captures_twice:
+                run.capture(metrics={"validation": 1.0})
+
+
+@pytest.mark.parametrize("zeroes_first", [True, False])
+def test_captures_within_an_accumulation_are_told_once(repo: Repository, caplog: pytest.LogCaptureFixture, *, zeroes_first: bool) -> None:
+    accumulate(repo, 4, zeroes_first=zeroes_first)
+    assert caplog.text.count("captured while optimizer accumulates gradients, which this state does not have") == 1
+
+
+@pytest.mark.parametrize("zeroes_first", [True, False])
+@pytest.mark.parametrize("captures_twice", [True, False])
+def test_captures_after_steps_are_not_told(
+    repo: Repository, caplog: pytest.LogCaptureFixture, *, zeroes_first: bool, captures_twice: bool
+) -> None:
+    accumulate(repo, 1, zeroes_first=zeroes_first, captures_twice=captures_twice)
+    assert "accumulates" not in caplog.text
+
+
+def test_gradients_that_states_have_are_not_told(repo: Repository, caplog: pytest.LogCaptureFixture) -> None:
+    accumulate(repo, 4, zeroes_first=True, gradients=True)
+    assert "accumulates" not in caplog.text
