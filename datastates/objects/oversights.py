@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from difflib import get_close_matches
 from typing import Any
@@ -57,10 +56,14 @@ class Oversights:
         self._buffers = [each for path, found in parts(objects) if isinstance(found, nn.Module) for each in _left_out(path, found)]
         self._looks = 0
         self._stamps: list[object] | None = None
-        self._objects, self._counts = objects, dict[int, int]()
-        self._told = None if any(tree is None for tree in outlook.values()) else {_memory_of(tensor) for tensor in _tensors(outlook)}
+        self._modules = [found for _, found in parts(objects) if isinstance(found, nn.Module)]
+        is_asked = all(tree is not None for tree in outlook.values())
+        held = [found for _, found in parts(outlook) if isinstance(found, torch.Tensor)]
+        self._held = {_memory_of(tensor) for tensor in held} if is_asked else None
+        self._counts: dict[int, int] = {}
         is_scaled = any(isinstance(found, torch.amp.GradScaler) for _, found in parts(objects))  # a scaler leaves out steps
         self._heeds_gradients = not has_gradients and not is_scaled
+        self._samples: dict[int, torch.Tensor] = {}
         self._gradients: dict[int, object] = {}
         self._versions: dict[int, object] = {}
         self._idle: dict[int, int] = {}
@@ -102,12 +105,11 @@ class Oversights:
         """Report parameters that an optimizer trains and that nothing tracked has: at first, and when it has got others."""
         for path, optimizer in self._optimizers:
             count = sum(len(group["params"]) for group in optimizer.param_groups)
-            if self._told is None or self._counts.get(id(optimizer)) == count:
+            if self._held is None or self._counts.get(id(optimizer)) == count:
                 continue
             self._counts[id(optimizer)] = count
-            modules = [found for _, found in parts(self._objects) if isinstance(found, nn.Module)]
-            owned = {id(tensor) for module in modules for tensor in module.parameters()}
-            lost = [each for each in _parameters(optimizer) if id(each) not in owned and _memory_of(each) not in self._told]
+            owned = {id(tensor) for module in self._modules for tensor in module.parameters()}
+            lost = [each for each in _parameters(optimizer) if id(each) not in owned and _memory_of(each) not in self._held]
             if lost:
                 _logger.warning(
                     "%s trains %s that nothing tracked has, of shape %s: no state has them; track the module that they are in, too",
@@ -135,8 +137,17 @@ class Oversights:
                 )
 
     def _look_at_gradients(self, path: str, optimizer: Optimizer, *, is_still: bool) -> None:
-        """Report gradients that were added to since the last capture, without a step. ``is_still``: nothing has stepped since."""
-        gradient = next((each.grad for each in _parameters(optimizer) if each.grad is not None), None)
+        """Report gradients that were added to since the last capture, without a step. ``is_still``: nothing has stepped since.
+
+        The gradient of one parameter says it for all.
+        """
+        sample = self._samples.get(id(optimizer))
+        if sample is None or not sample.requires_grad:
+            sample = next((each for each in _parameters(optimizer) if each.requires_grad), None)
+            if sample is None:
+                return
+            self._samples[id(optimizer)] = sample
+        gradient = sample.grad
         stamp, before = _stamp(gradient), self._gradients.get(id(optimizer))
         self._gradients[id(optimizer)] = stamp
         if is_still and gradient is not None and before is not None and stamp != before:
@@ -162,17 +173,6 @@ def _keeps_something(found: object) -> bool:
 
 def _parameters(optimizer: Optimizer) -> Iterator[torch.Tensor]:
     return (parameter for group in optimizer.param_groups for parameter in group["params"])
-
-
-def _tensors(tree: object) -> Iterator[torch.Tensor]:
-    if isinstance(tree, torch.Tensor):
-        yield tree
-    elif isinstance(tree, Mapping):
-        for child in tree.values():
-            yield from _tensors(child)
-    elif isinstance(tree, list | tuple | deque):
-        for child in tree:
-            yield from _tensors(child)
 
 
 def _memory_of(tensor: torch.Tensor) -> object:

@@ -129,10 +129,11 @@ def _restored(training: Training, state: State, *, only: str | Sequence[str] | N
             raise
         try:
             report = training.restore(state, only=only, strict=strict)
-        except BaseException as exc:
+        except InvalidInput:
             lose_groups(gained)
-            if isinstance(exc, InvalidInput):
-                raise misfit from None
+            raise misfit from None
+        except BaseException:
+            lose_groups(gained)
             raise
     say_gained(training.branch, gained)
     return report

@@ -28,13 +28,9 @@ def regain_groups(core: Core, state: State, adapted: Adapted) -> list[tuple[Opti
 
     ``lose_groups`` undoes it.
     """
-    gained = []
-    for path, optimizer in parts(adapted.objects):
-        if isinstance(optimizer, Optimizer) and is_plain(bare(optimizer)):
-            stored = _groups_in(core, state, path)
-            if count := add_groups(bare(optimizer), stored, adapted):
-                gained.append((bare(optimizer), count))
-    return gained
+    found = [(path, bare(each)) for path, each in parts(adapted.objects) if isinstance(each, Optimizer)]
+    stored = [(each, _groups_in(core, state, path)) for path, each in found if is_plain(each)]  # all are read before any is changed
+    return [(each, count) for each, groups in stored if (count := add_groups(each, groups, adapted))]
 
 
 def lose_groups(gained: Sequence[tuple[Optimizer, int]]) -> None:
@@ -47,7 +43,9 @@ def say_gained(branch: str, gained: Sequence[tuple[Optimizer, int]]) -> None:
     """Say which groups were added."""
     for optimizer, count in gained:
         sizes = " and ".join(str(len(group["params"])) for group in optimizer.param_groups[-count:])
-        say(f"branch {branch}: {type(optimizer).__name__} has {sizes} parameters in a group of their own again, as in the restored state")
+        say(
+            f"branch {branch}: {type(optimizer).__name__} has {sizes} parameters in a group of their own again, as in the state that was restored"
+        )
 
 
 def go_on_training(branch: str, adapted: Adapted, report: RestoreReport, *, is_told: bool) -> None:
