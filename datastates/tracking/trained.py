@@ -43,9 +43,8 @@ def say_gained(branch: str, gained: Sequence[tuple[Optimizer, int]]) -> None:
     """Say which groups were added."""
     for optimizer, count in gained:
         sizes = " and ".join(str(len(group["params"])) for group in optimizer.param_groups[-count:])
-        say(
-            f"branch {branch}: {type(optimizer).__name__} has {sizes} parameters in a group of their own again, as in the state that was restored"
-        )
+        gained_group = f"{type(optimizer).__name__} has {sizes} parameters in a group of their own again"
+        say(f"branch {branch}: {gained_group}, as in the state that was restored")
 
 
 def go_on_training(branch: str, adapted: Adapted, report: RestoreReport, *, is_told: bool) -> None:
