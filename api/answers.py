@@ -72,8 +72,6 @@ def error_of(response: httpx.Response) -> DatastatesError:
         )
     if isinstance(error, Unavailable):
         error.nearest, error.is_gone = problem.get("nearest"), response.status_code == 410
-    if isinstance(error, errors.Torn):
-        error.paths = ()
     return error
 
 

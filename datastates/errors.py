@@ -119,6 +119,7 @@ class Corrupt(DatastatesError):
     """
 
     kind = "corrupt"
+    nearest: str | None = None
 
     def __init__(self, message: str, *, nearest: str | None = None) -> None:
         self.nearest = nearest
@@ -129,6 +130,7 @@ class Torn(DatastatesError):
     """Tensors were changed between the call of ``capture`` and the end of their copy; ``paths`` names all of them."""
 
     kind = "torn"
+    paths: tuple[str, ...] = ()
 
     def __init__(self, message: str, *, paths: tuple[str, ...] = ()) -> None:
         self.paths = paths
@@ -142,6 +144,8 @@ class Unavailable(DatastatesError):
     """
 
     kind = "unavailable"
+    nearest: str | None = None
+    is_gone: bool = False
 
     def __init__(self, message: str, *, nearest: str | None = None, is_gone: bool = False, trouble: str | None = None) -> None:
         self.nearest, self.is_gone, self.trouble = nearest, is_gone, trouble

@@ -20,6 +20,8 @@ from .errors import InvalidInput
 
 __all__ = [
     "KEY_LENGTH",
+    "MESSAGE_LENGTH",
+    "NAMES",
     "RANKS",
     "Check",
     "attribute",
@@ -31,6 +33,7 @@ __all__ = [
     "integer",
     "iterable",
     "key",
+    "message",
     "metrics",
     "named",
     "number",
@@ -56,6 +59,12 @@ __all__ = [
 
 KEY_LENGTH = 255
 """The most characters that the name of a metric or an attribute may have."""
+
+MESSAGE_LENGTH = 16 << 10
+"""The most characters that the message of a state or of a tag may have."""
+
+NAMES = 10_000
+"""The most metrics, and the most attributes, that a state may have."""
 
 RANKS = 1 << 20
 """The most ranks that a state can have parts of."""
@@ -218,6 +227,14 @@ def text(value: object, what: str, *, at_most: int | None = None) -> str:
     if at_most is not None and len(found) > at_most:
         raise InvalidInput(f"{what} has {len(found)} characters: at most {at_most} fit")
     return found
+
+
+def message(value: object, what: str = "message") -> str:
+    """The message of a state or of a tag.
+
+    :raises InvalidInput: it is no text that can be stored, or has more than ``MESSAGE_LENGTH`` characters.
+    """
+    return text(value, what, at_most=MESSAGE_LENGTH)
 
 
 def storable(found: str) -> str:
@@ -463,6 +480,8 @@ def _named(given: object, what: str, example: str) -> list[tuple[str, object]]:
         return []
     if not isinstance(given, Mapping):
         raise InvalidInput(f"{what} are {shown(given)}: give a dict, such as {example}")
+    if len(given) > NAMES:
+        raise InvalidInput(f"there are {len(given)} {what}: a state has at most {NAMES}; track the rest as a tensor or an array")
     return [(key(name, f"a name in {what}"), value) for name, value in given.items()]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 
-from datastates.errors import DatastatesError, SyntaxProblem, Torn, Unavailable
+from datastates.errors import Corrupt, DatastatesError, SyntaxProblem, Unavailable
 from datastates.system.seldom import Seldom
 
 from .protocol import Failure
@@ -25,7 +25,8 @@ def describe(error: BaseException) -> Failure:
     if isinstance(error, SyntaxProblem):
         expected = tuple(_clean(word)[:255] for word in error.expected[:100])
         return Failure(error.kind, _clean(str(error)), text=_clean(error.text), column=max(error.column, 1), expected=expected)
-    return Failure(error.kind, _clean(str(error)), nearest=error.nearest if isinstance(error, Unavailable) else None)
+    nearest = error.nearest if isinstance(error, Corrupt | Unavailable) else None
+    return Failure(error.kind, _clean(str(error)), nearest=nearest, is_gone=isinstance(error, Unavailable) and error.is_gone)
 
 
 def revive(failure: Failure) -> DatastatesError:
@@ -36,10 +37,10 @@ def revive(failure: Failure) -> DatastatesError:
     Exception.__init__(error, message)
     if isinstance(error, SyntaxProblem):
         error.text, error.column, error.expected = failure.text or "", failure.column or 1, failure.expected
-    elif isinstance(error, Unavailable):
+    elif isinstance(error, Corrupt | Unavailable):
         error.nearest = failure.nearest
-    elif isinstance(error, Torn):
-        error.paths = ()
+    if isinstance(error, Unavailable):
+        error.is_gone = failure.is_gone
     return error
 
 

@@ -12,7 +12,7 @@ from msgspec import Meta, Struct
 
 from datastates.content.manifest import CHUNK_BYTES
 from datastates.errors import PeerFault
-from datastates.values import RANKS
+from datastates.values import MESSAGE_LENGTH, NAMES, RANKS
 
 __all__ = [
     "BODY_BYTES",
@@ -99,7 +99,7 @@ NOT_HERE: Final = 255
 _Uid = Annotated[str, Meta(min_length=1, max_length=64, pattern="^[0-9a-zA-Z_-]+\\Z")]
 _Digest = Annotated[str, Meta(min_length=64, max_length=64, pattern="^[0-9a-f]+\\Z")]
 _Name = Annotated[str, Meta(max_length=255)]
-_Text = Annotated[str, Meta(max_length=16 << 10)]
+_Text = Annotated[str, Meta(max_length=MESSAGE_LENGTH)]
 _Nonce = Annotated[bytes, Meta(min_length=32, max_length=32)]
 _Mac = Annotated[bytes, Meta(min_length=32, max_length=32)]
 _Address = Annotated[bytes, Meta(max_length=8 << 10)]
@@ -149,8 +149,8 @@ class StateRecord(Struct, frozen=True):
     digest: _Digest
     step: int
     micro_step: int
-    metrics: Annotated[dict[_Name, float], Meta(max_length=10_000)]
-    attributes: Annotated[dict[_Name, _Attribute], Meta(max_length=10_000)]
+    metrics: Annotated[dict[_Name, float], Meta(max_length=NAMES)]
+    attributes: Annotated[dict[_Name, _Attribute], Meta(max_length=NAMES)]
     message: _Text | None
     created_at_us: int
     status: _Name
@@ -194,6 +194,7 @@ class Failure(Struct, frozen=True):
     kind: _Name
     message: _Text
     nearest: _Uid | None = None
+    is_gone: bool = False
     text: _Text | None = None
     column: Annotated[int, Meta(ge=1, le=1 << 20)] | None = None
     expected: Annotated[tuple[_Name, ...], Meta(max_length=100)] = ()

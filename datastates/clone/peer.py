@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from types import TracebackType
 from typing import Self, TypedDict, Unpack
 
 from datastates import values
 from datastates.config import Config, Data, data_plane
-from datastates.errors import InvalidInput
+from datastates.errors import Closed, InvalidInput
 from datastates.lineage.states import Ref, State
 from datastates.opening.core import Opened, core_of
 from datastates.transport import loop
@@ -23,7 +24,7 @@ from .landing import Shadows
 from .listing import Page, all_pages
 from .pull import Arrival, IntoObjects, IntoRepository, Pull
 from .push import Push
-from .records import ref_of, state_of
+from .records import ref_of
 from .sources import Sources
 from .together import clone_together
 from .transfer import Cloned, Progress, Transfer
@@ -120,8 +121,7 @@ class Peer:
 
     def state(self, rev: str | State) -> State:
         """The state that a revision names there."""
-        asked = _revision(rev)
-        return state_of(loop.run(self.sources.first(lambda session: session.resolve(asked))))
+        return next(iter(loop.run(self.sources.resolve(_revision(rev))).values()))
 
     @values.takes(limit=values.optional(values.count))
     def log(self, rev: str | State = "main", *, limit: int | None = None) -> list[State]:
@@ -268,7 +268,8 @@ class Peer:
         """End the connections; transfers under way fail. Idempotent."""
         if not self.sources.is_closed and self.sources.is_ours:
             self.sources.is_closed = True
-            loop.run(self.sources.close())
+            with suppress(Closed):  # the process is ending
+                loop.run(self.sources.close())
             self._shadows.close()
 
     def __enter__(self) -> Self:

@@ -120,7 +120,8 @@ class IntoRepository(Arrival):
             is_shared = is_same and bool(clones.known(session, [opened.state.uid]))  # else one of the two is a copy of the other
         if is_shared:
             return cls(opened, core, [], [])
-        return cls(opened, core, *loop.run(sources.listed(lambda session: _ancestry(session, core, opened.state, tags=tags))))
+        coming = sources.listed(lambda session: _ancestry(session, core, opened.state, tags=tags), among=opened.urls)
+        return cls(opened, core, *loop.run(coming))
 
     def land(self, opened: OpenState, fetched: Fetched) -> tuple[State, None]:
         loop.run(opened.end_chain())

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
+from itertools import islice
+from typing import TypeVar
 
 from datastates.errors import PeerFault
 from datastates.lineage.states import Edge, EdgeKind, Ref, RefKind, State, Status, Value
 from datastates.transport.protocol import EdgeRecord, RefRecord, StateRecord
+from datastates.values import MESSAGE_LENGTH, NAMES
 
 __all__ = ["record_of", "record_of_ref", "records_of", "ref_of", "state_of", "states_of"]
+
+_V = TypeVar("_V")
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
@@ -58,9 +63,9 @@ def _record(state: State, config: dict[str, Value] | int | None) -> StateRecord:
         digest=state.digest,
         step=state.step,
         micro_step=state.micro_step,
-        metrics=state.metrics,
-        attributes=state.attributes,
-        message=state.message,
+        metrics=_first(state.metrics),
+        attributes=_first(state.attributes),
+        message=_short(state.message),
         created_at_us=(state.created_at - _EPOCH) // timedelta(microseconds=1),
         status=state.status.value,
         parents=state.parents,
@@ -72,6 +77,16 @@ def _record(state: State, config: dict[str, Value] | int | None) -> StateRecord:
         world_size=state.world_size,
         config=config,
     )
+
+
+def _first(named: dict[str, _V]) -> dict[str, _V]:
+    """As many as travel: an earlier version took any number."""
+    return named if len(named) <= NAMES else dict(islice(named.items(), NAMES))
+
+
+def _short(message: str | None) -> str | None:
+    """As much as travels: an earlier version took any length."""
+    return message if message is None or len(message) <= MESSAGE_LENGTH else f"{message[: MESSAGE_LENGTH - 1]}…"
 
 
 def state_of(record: StateRecord, configs: Configs = ()) -> State:
@@ -111,7 +126,7 @@ def _config_of(record: StateRecord, configs: Configs) -> dict[str, Value]:
 
 def record_of_ref(ref: Ref) -> RefRecord:
     """A ref in the form for a peer."""
-    return RefRecord(ref.name, ref.kind.value, ref.state, ref.message)
+    return RefRecord(ref.name, ref.kind.value, ref.state, _short(ref.message))
 
 
 def ref_of(record: RefRecord) -> Ref:

@@ -35,7 +35,7 @@ T = TypeVar("T")
 @dataclass(frozen=True, slots=True)
 class OpenState:
     """A state that sources hold open for us: each through a feed of its own, or all through the chain of which ``forwarder`` is a link, or
-    one of several ``parts`` through the holders of each.
+    one of several ``parts`` through the holders of each. ``urls`` are those of the sources that have it.
     """
 
     state: State
@@ -43,6 +43,7 @@ class OpenState:
     feeds: list[Feed]
     repository: str
     source: str
+    urls: Sequence[str]
     forwarder: Forwarder | None = None
     parts: OpenParts | None = None
 
@@ -134,10 +135,12 @@ class Sources:
             self._check_open()
         return session
 
-    async def first(self, ask: Callable[[Session], Awaitable[T]]) -> T:
-        """The answer of the first source that is still connected."""
+    async def first(self, ask: Callable[[Session], Awaitable[T]], *, among: Sequence[str] | None = None) -> T:
+        """The answer of the first source that is still connected; ``among`` names by their urls those that can answer."""
         error: DatastatesError | None = None
-        for _, session in await self.sessions():
+        sessions = await self.sessions()
+        able = [session for url, session in sessions if among is None or url in among]
+        for session in able or [session for _, session in sessions]:
             try:
                 return await ask(session)
             except (Disconnected, Closed) as exc:
@@ -145,7 +148,7 @@ class Sources:
         assert error is not None, "there is at least one session"
         raise error
 
-    async def listed(self, ask: Callable[[Session], Awaitable[T]]) -> T:
+    async def listed(self, ask: Callable[[Session], Awaitable[T]], *, among: Sequence[str] | None = None) -> T:
         """``first`` for lists that come in pages: the source decides how many pages there are, but not how long they may take."""
         patience_s = LISTING_TIMEOUTS * self.timeout_s
 
@@ -159,7 +162,7 @@ class Sources:
                     "timeout_s"
                 ) from None
 
-        return await self.first(within)
+        return await self.first(within, among=among)
 
     # --- states ------------------------------------------------------------------------------------------------------------
 
@@ -167,7 +170,7 @@ class Sources:
         """Open a state at every source that has it, each through a connection of its own; with ``chain``, as a link of the first one's
         chain.
         """
-        states = await self._resolve(rev)
+        states = await self.resolve(rev)
         url, state = next(iter(states.items()))
         if state.world_size > 1:
             return await self._open_parts(state, tuple(states), is_chain=chain)
@@ -181,8 +184,8 @@ class Sources:
         for error in errors:
             _logger.warning("a source is left out: %s", error)
         first = found[0]
-        source = ", ".join(each.url for each in found)
-        return OpenState(states[first.url], first.manifest, [each.feed for each in found], first.repository, source)
+        urls = [each.url for each in found]
+        return OpenState(states[first.url], first.manifest, [each.feed for each in found], first.repository, ", ".join(urls), urls)
 
     async def _open_at(self, url: str, state: State) -> _Found | DatastatesError:
         """What a source has of a state, or the reason why the source is left out."""
@@ -199,7 +202,7 @@ class Sources:
             raise
         return _Found(url, manifest, _Ending(feed, session), session.identity.repository if session.identity else "")
 
-    async def _resolve(self, rev: str) -> Mapping[str, State]:
+    async def resolve(self, rev: str) -> Mapping[str, State]:
         """The state that a revision names, by the urls of the sources that agree on it."""
         sessions = await self.sessions()
         records = await asyncio.gather(*(session.resolve(rev) for _, session in sessions), return_exceptions=True)
@@ -222,7 +225,7 @@ class Sources:
             )
         parts = await open_parts(state, urls, self.connected)
         source = ", ".join(dict.fromkeys(holder.url for holder in parts.holders))
-        return OpenState(state, parts.manifest, [], parts.repository, source, parts=parts)
+        return OpenState(state, parts.manifest, [], parts.repository, source, urls, parts=parts)
 
     async def _join_chain(self, url: str, state: State) -> OpenState:
         forwarder = await Forwarder.join(
@@ -233,7 +236,7 @@ class Sources:
         except BaseException:
             await forwarder.close()
             raise
-        return OpenState(state, manifest, [], forwarder.repository, f"a chain from {url}", forwarder)
+        return OpenState(state, manifest, [], forwarder.repository, f"a chain from {url}", [url], forwarder)
 
     # --- the end -----------------------------------------------------------------------------------------------------------
 

@@ -72,8 +72,8 @@ def _chosen(sources: Sources, rev: str, meeting: Meeting) -> _Chosen:
     """The state that rank 0 finds."""
     body = b""
     if meeting.group.rank == 0:
-        record = loop.run(sources.first(lambda session: session.resolve(rev)))
-        body = msgspec.msgpack.encode(_Chosen(record.uid, record.digest))
+        state = next(iter(loop.run(sources.resolve(rev)).values()))
+        body = msgspec.msgpack.encode(_Chosen(state.uid, state.digest))
     return msgspec.msgpack.decode(meeting.meet(body)[0], type=_Chosen)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import logging
 import os
 import threading
 from abc import ABC, abstractmethod
@@ -25,6 +26,8 @@ from datastates.transport.clone.fetch import Fetched
 from .sources import Sources
 
 __all__ = ["Cloned", "Connected", "Move", "Progress", "Transfer"]
+
+_logger = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], None]
 """Called with the bytes that are here and their total, on the transport's thread: it must be quick."""
@@ -206,8 +209,13 @@ class Transfer:
 
     def _progress(self, done: int, total: int) -> None:
         self.bytes_done, self.bytes_total = done, total
-        if self._on_progress is not None:
+        if self._on_progress is None:
+            return
+        try:
             self._on_progress(done, total)
+        except Exception:  # what it shows must not end the transfer
+            self._on_progress = None
+            _logger.exception("on_progress failed, and is not called again")
 
     def _finish(self) -> Cloned:
         with self._lock:

@@ -144,7 +144,7 @@ class Algebra(Opened):
         rest=values.string,
         into=values.optional(values.string),
         tag=values.optional(values.string),
-        message=values.optional(values.text),
+        message=values.optional(values.message),
     )
     def merge(
         self,

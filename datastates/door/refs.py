@@ -15,7 +15,7 @@ __all__ = ["Names"]
 class Names(Opened):
     """Tags, branches and notes."""
 
-    @values.takes(rev=values.revision, message=values.optional(values.text))
+    @values.takes(rev=values.revision, message=values.optional(values.message))
     def tag(self, name: str, rev: str | State | None, *, message: str | None = None) -> Ref:
         """Name a state for good, which makes it durable. A tag that names it already stays as it is, so that a script may be started again.
 

@@ -142,7 +142,7 @@ class Writer(StorageWriter):
         self._start = None if start is None else values.revision(start)
         self._step = None if step is None else values.step(step)
         self._metrics, self._attributes = values.metrics(metrics), values.attributes(attributes)
-        self._message = None if message is None else values.text(message, "message")
+        self._message = None if message is None else values.message(message)
         self._until = values.text(until, "until")
         if self._until not in ("captured", "durable"):
             raise InvalidInput(f"until is {until!r}: give 'durable' or 'captured'")

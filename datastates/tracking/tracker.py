@@ -430,7 +430,7 @@ class _Noted:
 
     @classmethod
     def of(cls, metrics: object, attributes: object, message: object, standing: dict[str, Value]) -> Self:
-        said = None if message is None else checks.text(message, "message")
+        said = None if message is None else checks.message(message)
         own = checks.attributes(attributes)
         late = [is_late(value) for value in metrics.values()] if isinstance(metrics, Mapping) else []
         if not any(late):

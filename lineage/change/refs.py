@@ -114,7 +114,7 @@ def note_event(session: Session, name: str, kind: RefKind, old: int | None, new:
 
 def _make(session: Session, ref: Ref, reason: str) -> Ref:
     check_name(ref.name)
-    values.text(ref.message or "", f"the message of {ref.name!r}")
+    values.message(ref.message or "", f"the message of {ref.name!r}")
     id_ = id_of(session, ref.state)
     dialect = session.get_bind().dialect.name
     row = {"name": ref.name, "kind": ref.kind.value, "state_id": id_, "version": ref.version, "message": ref.message}

@@ -76,6 +76,23 @@ def test_a_clone_in_place_waits_for_captures_that_still_read(tmp_path: Path, mon
         assert sent({**here}).manifest.content.chunks != before
 
 
+@pytest.mark.parametrize("names", [["optimizer"], ["optimizer", "model"], ["model", "optimizer"]])
+def test_an_atomic_clone_waits_for_captures_that_still_read(names: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state, here = sent(mlp(1)), mlp(2)
+    before = digest(mlp(2))
+    with datastates.open(tmp_path, memory_bytes=256 << 20) as repo, held_back(monkeypatch) as gate:
+        run = repo.track(**here)
+        sink = ObjectsSink(state.checked, {name: here[name] for name in names}, strict=False)
+        feed(sink, state.chunks)
+        gate.hold()
+        capture = run.capture()
+        sink.commit()  # opens the gate, if it waits
+        gate.open()
+        found = mlp(3)
+        repo.restore(capture.wait().uid, found)
+        assert digest(found) == before
+
+
 def test_another_clone_makes_dirty_objects_whole() -> None:
     state, here = sent(mlp(1)), mlp(2)
     first = begun(here, state)

@@ -371,6 +371,40 @@ def test_the_memory_of_one_clone_serves_the_next() -> None:
     assert digest(fresh) == digest(here)
 
 
+class Failing(nn.Linear):
+    """A layer that does not take its state."""
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"version": 1}
+
+    def set_extra_state(self, state: object) -> None:
+        raise RuntimeError("not this one")
+
+
+def test_memory_that_a_clone_gave_away_before_it_failed_serves_no_other() -> None:
+    def make(seed: int) -> Objects:
+        torch.manual_seed(seed)
+        model = Failing(512, 512)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        if seed < 3:
+            model(torch.randn(4, 512)).square().mean().backward()
+            optimizer.step()
+        return {"optimizer": optimizer, "model": model}
+
+    def moments(objects: Objects) -> list[Tensor]:
+        return [entry["exp_avg"] for entry in objects["optimizer"].state.values()]
+
+    shadows, first, second, failed = Shadows(), sent(make(1)), sent(make(2)), make(3)
+    for state, here in ((first, failed), (second, make(4))):
+        sink = ObjectsSink(state.checked, here, shadows=shadows)
+        feed(sink, state.chunks)
+        with pytest.raises(InvalidInput, match="not this one"):
+            sink.commit()
+        sink.close()
+    assert all(map(torch.equal, moments(failed), moments(make(1))))
+    assert moments(failed)
+
+
 # --- live tensors that share memory -------------------------------------------------------------------------------------------
 
 

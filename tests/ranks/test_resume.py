@@ -114,3 +114,38 @@ def test_a_job_whose_ranks_were_all_killed_goes_on_bit_for_bit(tmp_path: Path, w
     for epoch in range(EPOCHS):
         lines = [line for said in whole for line in said[1 + epoch * per_epoch : 1 + (epoch + 1) * per_epoch]]
         assert sorted(int(item) for line in lines for item in line.split()[3].split(",")) == list(range(ITEMS))
+
+
+def unfreeze(folder: str, say: Say, until: int) -> None:
+    """Train a sharded model whose first layer is frozen for four steps; say each loss exactly."""
+    import torch.distributed as dist
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 9), nn.Tanh(), nn.Linear(9, 1))
+    model[0].requires_grad_(False)
+    fully_shard(model[0])
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    torch.manual_seed(10 + dist.get_rank())
+    with datastates.open(folder, memory_bytes=64 << 20) as repo:
+        run = repo.track(model=model, optimizer=optimizer)
+        for step in range(run.step, until):
+            if step == 4:
+                model[0].requires_grad_(True)
+            loss = model(torch.randn(8, 8)).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            say("step", step, float(loss.detach()).hex(), model[0].weight.grad is not None)
+            run.capture()
+        run.close()
+
+
+@pytest.mark.in_turn
+def test_a_sharded_training_goes_on_with_what_it_had_unfrozen(tmp_path: Path) -> None:
+    whole = run(2, f"{HERE}:unfreeze", folder=str(tmp_path / "whole"), until=9)
+    stopped = run(2, f"{HERE}:unfreeze", folder=str(tmp_path / "stopped"), until=6)
+    rest = run(2, f"{HERE}:unfreeze", folder=str(tmp_path / "stopped"), until=9)
+    for rank in range(2):
+        assert [line.endswith("True") for line in whole[rank]] == [False] * 4 + [True] * 5
+        assert stopped[rank] + rest[rank] == whole[rank]

@@ -107,6 +107,28 @@ def test_a_receiver_that_is_sent_about_takes_the_state_from_the_source_itself() 
     loop.run(asyncio.wait_for(test(), 30))
 
 
+def test_a_source_that_names_others_for_ever_gives_the_state_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It does so even when it is asked for its own bytes."""
+    monkeypatch.setattr("datastates.transport.session.answers.Answers._join", lambda self, question: "tcp://169.254.169.1:80")
+
+    async def test() -> None:
+        server = Server(MemoryStore({UID: STATE}), "tcp://127.0.0.1:0", token=TOKEN, timeout_s=PATIENCE_S, transport=TcpTransport())
+        await server.start()
+        near = TcpTransport()
+
+        async def connect(url: str) -> Session:
+            return await Session.connect(url, token=TOKEN, transport=near, timeout_s=PATIENCE_S)
+
+        forwarder = await Forwarder.join(server.url, UID, connect=connect, transport=near, token=TOKEN, tls=None)
+        sink = MemorySink(forwarder.manifest)
+        await forwarder.fetch(sink, timeout_s=PATIENCE_S, on_progress=None)
+        assert [bytes(chunk) for chunk in sink.memory] == STATE
+        await forwarder.close()
+        await server.close()
+
+    loop.run(asyncio.wait_for(test(), 30))
+
+
 def test_a_relay_elsewhere_than_its_owner_is_told_to_nobody() -> None:
     async def test() -> None:
         relays = Chains()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import random
 import secrets
 import select
@@ -25,7 +26,7 @@ from datastates.transport.session.server import Server
 from datastates.transport.session.session import Session
 from datastates.transport.wire import joining, tcp
 from datastates.transport.wire.joining import HEADER_BYTES
-from datastates.transport.wire.lanes import LANES, MOST, Lanes
+from datastates.transport.wire.lanes import LANES, MOST, Lanes, _LanesLink
 from datastates.transport.wire.tcp_transport import TcpTransport
 from tests.transport.certificates import certificate
 from tests.transport.stores import CHUNK, UID, MemorySource, MemoryStore
@@ -96,6 +97,23 @@ class TestLanes(TransportSuite):
             async with linked(transport) as (_, there):
                 with pytest.raises(InvalidInput, match="read-only"):
                     await there.receive(9, memoryview(b"fixed"))
+
+        self.run(work())
+
+    def test_a_process_without_descriptors_fails_the_transfer_and_nothing_waits(
+        self, transport: PairedTransport, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def refuse(*arguments: object) -> None:
+            raise OSError(errno.EMFILE, "Too many open files")
+
+        async def work() -> None:
+            async with linked(transport) as ends:
+                (dialling,) = (end for end in ends if isinstance(end, _LanesLink) and end._terms.where is not None)
+                with monkeypatch.context() as full:
+                    full.setattr("datastates.transport.wire.lanes.socket.socket", refuse)
+                    for moving in (dialling.receive(1, memoryview(bytearray(9))), dialling.send(2, memoryview(b"x"))):
+                        with pytest.raises(Disconnected, match=r"cannot be reached .*Too many open files"):
+                            await asyncio.wait_for(moving, PATIENCE_S)
 
         self.run(work())
 

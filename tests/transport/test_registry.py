@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
+import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from datastates.errors import InvalidInput, Unavailable, Unsupported
+from datastates.errors import Disconnected, InvalidInput, Unavailable, Unsupported
 from datastates.transport import loop
 from datastates.transport.session.choice import offer
+from datastates.transport.wire import tcp
 from datastates.transport.wire.memory import MemoryTransport
 from datastates.transport.wire.registry import transport_for
 from datastates.transport.wire.ucx import UcxTransport
@@ -28,6 +31,22 @@ def test_a_scheme_has_one_transport_in_a_process() -> None:
 def test_an_unknown_scheme_is_refused_with_those_that_there_are(url: str) -> None:
     with pytest.raises(InvalidInput, match=r"tcp://… or ucx://… or memory://…"):
         transport_for(url)
+
+
+@pytest.mark.parametrize("url", ["tcp://[::1:4711", "tcp://h:port", "tcp://h:99999", "tcp://h", "ucx://[::1:4711"])
+def test_a_url_without_a_host_and_a_port_is_refused_by_whoever_dials_or_listens(url: str) -> None:
+    transport_for(url)
+    for begin in (tcp.dial(url, timeout_s=1), tcp.listen(url, lambda channel: asyncio.sleep(0))):
+        with pytest.raises(InvalidInput, match=re.escape(repr(url))):
+            loop.run(begin)
+
+
+@pytest.mark.parametrize("url", ["tcp://\0:1", "tcp://a b:1", f"tcp://{'a' * 300}:1"])
+def test_a_name_that_no_host_can_have_reaches_nobody(url: str) -> None:
+    with pytest.raises(Disconnected, match="cannot be reached"):
+        loop.run(tcp.dial(url, timeout_s=30))
+    with pytest.raises(Unavailable, match="cannot be listened on"):
+        loop.run(tcp.listen(url, lambda channel: asyncio.sleep(0)))
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 
 import pytest
@@ -185,6 +186,15 @@ def test_each_side_keeps_to_the_shorter_patience_of_the_other() -> None:
             assert peer.is_open
 
     run(test, timeout_s=0.2)
+
+
+@pytest.mark.parametrize("timeout_s", [math.inf, 1e6])
+def test_any_patience_travels(timeout_s: float) -> None:
+    async def test(world: World) -> None:
+        async with session(world, timeout_s=timeout_s) as peer:
+            assert 0.1 <= peer.timeout_s <= 86_400
+
+    run(test, timeout_s=timeout_s)
 
 
 def test_a_peer_that_falls_silent_is_given_up_and_the_link_is_aborted_before_anybody_hears() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import errno
 import fcntl
 import mmap
 import os
@@ -242,6 +243,37 @@ def test_a_helper_that_dies_again_and_again_is_given_up_for_a_while_and_its_end_
             await asyncio.shield(helper()._ended)
         with pytest.raises(Unavailable, match=r"was ended by SIGKILL.*3 in a row"):
             await transport.address()
+
+    loop.run(work(), timeout_s=PATIENCE_S)
+
+
+def test_a_helper_that_stops_while_it_makes_a_link_is_ended_and_the_next_one_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("datastates.transport.wire.ucx_process._LINK_S", 0.2)
+
+    async def work() -> None:
+        address = await ucx().address()
+        stopped = helper()
+        os.kill(stopped.pid, signal.SIGSTOP)
+        with pytest.raises(Disconnected, match=rf"pid {stopped.pid}\) does not answer any more"):
+            await asyncio.wait_for(ucx().link(address), PATIENCE_S / 2)
+        await echo()
+        assert helper() is not stopped
+
+    loop.run(work(), timeout_s=PATIENCE_S)
+
+
+@pytest.mark.parametrize("what", ["socket.socketpair", "os.pipe", "Region", "_spawn"])
+def test_a_helper_that_cannot_be_started_leaves_no_descriptor(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: object, **options: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    async def work() -> None:
+        before = os.listdir("/proc/self/fd")
+        with monkeypatch.context() as full:
+            full.setattr(f"datastates.transport.wire.ucx_process.{what}", refuse)
+            with pytest.raises(Unavailable, match=r"cannot be started.*Too many open files"):
+                await Helper.start({})
+        assert os.listdir("/proc/self/fd") == before
 
     loop.run(work(), timeout_s=PATIENCE_S)
 

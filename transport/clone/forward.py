@@ -134,7 +134,7 @@ class Forwarder:
             if before is not None:
                 await before.close()
             self.manifest = opened.manifest
-            if opened.upstream is None:
+            if opened.upstream is None or is_tired:
                 return origin
             if not may_dial(opened.upstream, self._session.remote):
                 _logger.warning("%s sends this receiver to %r, which it does not dial", self._url, opened.upstream[:100])

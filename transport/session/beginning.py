@@ -20,6 +20,8 @@ from .sealed import Sealed
 
 __all__ = ["Begun", "let_in", "reach"]
 
+_DAY_S = 86_400.0
+
 
 @dataclass(frozen=True, slots=True)
 class Begun:
@@ -105,4 +107,5 @@ def _terms(sealed: Sealed, timeout_s: float, url: str | None = None, tls: Tls | 
 
 
 def _milliseconds(timeout_s: float) -> int:
-    return max(100, round(timeout_s * 1000))
+    """As it travels: more than a day is a day."""
+    return round(min(max(timeout_s, 0.1), _DAY_S) * 1000)

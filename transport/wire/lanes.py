@@ -229,13 +229,13 @@ class _LanesLink(Link):
         return moving.done
 
     def _begin(self, direction: Direction, moving: _Moving) -> bool:
-        if self._error is not None:
-            _fail(moving.done, self._error)
-            return False
-        if self._terms.where is not None and direction not in self._dialled:
+        if self._error is None and self._terms.where is not None and direction not in self._dialled:
             self._dialled.add(direction)
             for _ in range(LANES):
                 self._dial(self._terms.where, direction)
+        if self._error is not None:
+            _fail(moving.done, self._error)
+            return False
         return True
 
     def _wait_for(self, moving: _Moving) -> None:
@@ -244,7 +244,11 @@ class _LanesLink(Link):
 
     def _dial(self, where: tuple[str, int], direction: Direction) -> None:
         terms = self._terms
-        connection = socket.socket(socket.AF_INET6 if ":" in where[0] else socket.AF_INET)
+        try:
+            connection = socket.socket(socket.AF_INET6 if ":" in where[0] else socket.AF_INET)
+        except OSError as exc:
+            self.fail(Disconnected(f"the data plane of {terms.peer} cannot be reached ({exc})"))
+            return
 
         def prove() -> socket.socket:
             connection.settimeout(terms.timeout_s)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from urllib.parse import urlsplit
 
 from datastates.errors import InvalidInput
 from datastates.transport.contract import Transport
@@ -23,8 +22,8 @@ def transport_for(url: str) -> Transport:
 
     :raises InvalidInput: no transport has this scheme; the error lists those that exist.
     """
-    scheme = urlsplit(url).scheme
-    make = _KINDS.get(scheme)
+    scheme, is_url, _ = url.partition("://")
+    make = _KINDS.get(scheme) if is_url else None
     if make is None:
         raise InvalidInput(f"{url!r} begins with no transport's name: use {' or '.join(f'{each}://…' for each in _KINDS)}")
     return _made.get(scheme) or _made.setdefault(scheme, make())  # several threads may come first at once

@@ -186,7 +186,7 @@ async def listen(url: str, accept: Accept, *, tls: Tls | None = None, join: Join
 
     try:
         listening = _listening(await _first_address(host, port), port)
-    except (OSError, UnicodeError) as exc:
+    except (OSError, ValueError) as exc:
         reason = getattr(exc, "strerror", None) or exc
         raise Unavailable(f"{url} cannot be listened on ({reason}): choose another address, or port 0 for any") from exc
     bound_host, bound_port = listening.getsockname()[:2]
@@ -259,7 +259,7 @@ async def dial(url: str, *, timeout_s: float, tls: Tls | None = None) -> TcpChan
     except ssl.SSLError as exc:
         reason = getattr(exc, "verify_message", None) or exc.reason or exc
         raise Disconnected(f"{url} cannot be trusted ({reason}): check the certificates that tls= names on both sides") from exc
-    except (OSError, UnicodeError) as exc:
+    except (OSError, ValueError) as exc:  # no host has such a name
         reason = getattr(exc, "strerror", None) or exc
         raise Disconnected(f"{url} cannot be reached ({reason}): is it served there?") from exc
     return TcpChannel(reader, writer)

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import weakref
 from collections import deque
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -29,6 +29,7 @@ _OUT_BYTES, _IN_BYTES = 64 << 20, 128 << 20
 _START_S = 60.0
 _END_S = 2.0
 _CLOSE_S = 5.0
+_LINK_S = 10.0
 _SAID_BYTES = 256 << 10  # bytes of UCX's log that are passed on
 _ETHERNET = ("tcp/", "self/")
 _KEPT = ("PATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "TZ", "VIRTUAL_ENV", "PYTHONHOME")
@@ -83,22 +84,23 @@ class Helper:
 
         :raises Unavailable: it does not start; the error says why.
         """
-        here, there = socket.socketpair()
-        read_end, write_end = os.pipe()
-        out = Region("datastates-out", _OUT_BYTES, is_written_here=True)
-        into = Region("datastates-in", _IN_BYTES, is_written_here=False)
-        try:
-            # on the loop's own thread: the child ends with the thread that starts it
-            process = _spawn((there.fileno(), out.fd, into.fd), write_end, environment)
-        except OSError as exc:
-            for region in (out, into):
-                region.close(Disconnected("never used"))
-            here.close()
-            os.close(read_end)
-            raise Unavailable(f"the process that runs UCX cannot be started ({exc})") from exc
-        finally:
-            there.close()
-            os.close(write_end)
+        with ExitStack() as ours, ExitStack() as its:
+            try:
+                here, there = socket.socketpair()
+                ours.callback(here.close)
+                its.callback(there.close)
+                read_end, write_end = os.pipe()
+                ours.callback(os.close, read_end)
+                its.callback(os.close, write_end)
+                out = Region("datastates-out", _OUT_BYTES, is_written_here=True)
+                ours.callback(out.close, Disconnected("never used"))
+                into = Region("datastates-in", _IN_BYTES, is_written_here=False)
+                ours.callback(into.close, Disconnected("never used"))
+                # on the loop's own thread: the child ends with the thread that starts it
+                process = _spawn((there.fileno(), out.fd, into.fd), write_end, environment)
+            except OSError as exc:
+                raise Unavailable(f"the process that runs UCX cannot be started ({exc})") from exc
+            ours.pop_all()
         helper = cls(process, here, os.fdopen(read_end, "rb"), out, into)
         _alive.add(helper)
         await helper._connect()
@@ -132,7 +134,11 @@ class Helper:
         self._order(Connect(link, address))
         made = self._connecting[link] = self._loop.create_future()
         try:
-            await asyncio.shield(made)
+            async with asyncio.timeout(_LINK_S):
+                await asyncio.shield(made)
+        except TimeoutError:
+            self._hang()
+            await made  # it failed with the helper
         except asyncio.CancelledError:
             made.add_done_callback(lambda made: self._forget(link) if not made.exception() else None)
             raise
@@ -146,7 +152,10 @@ class Helper:
         self._order(Close(link))
         done, _ = await asyncio.wait({closed}, timeout=_CLOSE_S)
         if not done:
-            self._end(Disconnected(f"the process that runs UCX (pid {self.pid}) does not answer any more"))
+            self._hang()
+
+    def _hang(self) -> None:
+        self._end(Disconnected(f"the process that runs UCX (pid {self.pid}) does not answer any more"))
 
     def send(self, link: int, tag: int, stretch: Stretch) -> asyncio.Future[None]:
         """Send the bytes in a stretch of ``out``, which is given back afterwards. A caller that stops waiting leaves the future done."""

@@ -194,13 +194,15 @@ class ObjectsSink:
         extents = givable(self._parts.specs, tensors, self._wanted, self._homes)
         tree = self._own(tree, self._objects, self._wants)
         findings = check_into(self._objects, tree, only=self._only, strict=self._strict, owned=extents)
+        wait_for_copies(self._objects)
         try:
             with distrusting():
                 report = replace(write(findings), notes=tuple(self._own.notes))
         except BaseException:
             dirty.mark(((target.path, target.live) for target in findings.targets), self._token)
             raise
-        self._given = [extent for key, extent in extents.items() if key not in findings.kept]
+        finally:  # what was written before an error lives in the objects, too
+            self._given = [extent for key, extent in extents.items() if key not in findings.kept]
         self._is_committed = True
         dirty.clean(home.live for home in self._homes.values())
         if not self._keeps:

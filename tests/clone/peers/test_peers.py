@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import datastates
-from datastates import InvalidInput, NotFound, OverBudget, State, Status, SyntaxProblem, Unavailable
+from datastates import InvalidInput, NotFound, OverBudget, State, Status, SyntaxProblem, Unavailable, values
 from datastates.lineage.change import clones
 from datastates.lineage.states import EdgeKind
 from tests.clone.peers.pairs import MIB, Made, Training, grown, train
@@ -44,6 +44,30 @@ def test_long_histories_come_in_pages(made: Made, url: str) -> None:
     assert [state.uid for state in peer.log("long")] == uids[::-1]
     assert [state.uid for state in peer.log("long", limit=1_700)] == uids[::-1][:1_700]
     assert {state.uid for state in peer.find("step >= 0")} == set(uids)
+
+
+def test_texts_that_are_too_long_to_travel_are_refused_or_cut(made: Made, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    repo, other, training = made.repo(), made.repo(), Training(0)
+    run = train(repo, training, 1)
+    with pytest.raises(InvalidInput, match="message has 16385 characters: at most 16384 fit"):
+        run.capture(message="x" * 16_385)
+    with pytest.raises(InvalidInput, match="at most 16384 fit"):
+        repo.tag("long", "main", message="x" * 16_385)
+    with pytest.raises(InvalidInput, match="there are 10001 metrics: a state has at most 10000"):
+        run.capture(metrics={f"m{number}": 0.0 for number in range(10_001)})
+    with monkeypatch.context() as earlier:
+        earlier.setattr(values, "MESSAGE_LENGTH", 1 << 20)
+        earlier.setattr(values, "NAMES", 1 << 20)
+        metrics = {f"m{number}": float(number) for number in range(10_001)}
+        run.capture(message="x" * 16_385, metrics=metrics).wait()
+        repo.tag("long", "main", message="y" * 16_385)
+    peer = made.peer(repo.serve(url))
+
+    said = peer.log("main")[0]
+    assert said.message == "x" * 16_383 + "…"
+    assert len(said.metrics) == 10_000
+    assert [len(ref.message or "") for ref in peer.refs()] == [16_384, 0]
+    assert peer.clone("main", repo=other, tags=True).state.uid == said.uid
 
 
 def test_errors_come_as_what_they_were(made: Made, url: str) -> None:

@@ -55,6 +55,20 @@ def test_a_source_with_another_state_of_that_name_is_left_out(made: Made, url: s
     assert "which is left out" in caplog.text
 
 
+def test_a_state_that_only_the_second_source_has_comes_with_all_that_led_to_it(made: Made, url: str) -> None:
+    first, second, here = made.repo(), made.repo(), made.repo()
+    train(first, Training(5), 1)
+    run = train(second, Training(0))
+    second.tag("warm", "main~1")
+    uid = run.head.uid if run.head is not None else ""
+    peer = made.peer([first.serve(url).url, second.serve(url).url])
+
+    assert peer.state(uid).uid == uid
+    assert peer.clone(uid, repo=here, tags=True).state.uid == uid
+    assert [state.uid for state in here.log(uid)] == [state.uid for state in second.log(uid)]
+    assert [ref.name for ref in here.refs()] == ["warm"]
+
+
 def test_one_copy_leaves_the_source_of_a_chain(made: Made, url: str) -> None:
     tensors = {f"layer-{number}": torch.full((MIB,), float(number)) for number in range(12)}
     repo = made.repo(slots=16)
@@ -96,6 +110,24 @@ def test_progress_only_grows_and_ends_at_the_total(made: Made, url: str) -> None
     assert [done for done, _ in seen] == sorted({done for done, _ in seen})
     assert {total for _, total in seen} == {cloned.bytes_moved}
     assert seen[-1][0] == cloned.bytes_moved
+
+
+@pytest.mark.parametrize("way", ["clone", "push"])
+def test_a_transfer_ends_although_what_shows_its_progress_fails(made: Made, url: str, way: str, caplog: pytest.LogCaptureFixture) -> None:
+    repo, other = made.repo(), made.repo()
+    train(repo, Training(0), 1)
+    token = "a token that is long enough"
+
+    def show(done: int, total: int) -> None:
+        raise ZeroDivisionError
+
+    if way == "clone":
+        state = made.peer(repo.serve(url, token=token), token=token).clone("main", repo=other, on_progress=show).state
+    else:
+        server = other.serve(url, token=token, is_writable=True)
+        state = made.peer(server, token=token).push("main", repo=repo, on_progress=show).state
+    assert other.load(state.uid)
+    assert caplog.text.count("on_progress failed") == 1
 
 
 def test_a_clone_is_awaited_in_the_users_own_loop(made: Made, url: str) -> None:
