@@ -5,10 +5,8 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
-
-import torch
 
 from datastates import values
 from datastates.errors import InvalidInput, Unsupported
@@ -24,12 +22,13 @@ from .address import address_of
 from .kept import opened
 
 if TYPE_CHECKING:
+    import torch
+
     from datastates.repository import Repository
 
 __all__ = ["load", "save", "step_in"]
 
 _STEPS = ("step", "global_step")
-_MOST = 2**63 - 1
 
 
 def save(
@@ -102,15 +101,12 @@ def load(
 
 
 def step_in(obj: object) -> int | None:
-    """The step that an object records: a whole number under a usual name."""
+    """The step that an object records: a whole number under a usual name, which may be NumPy's or a tensor."""
     if not isinstance(obj, dict):
         return None
     for name in _STEPS:
-        found = obj.get(name)
-        if isinstance(found, torch.Tensor) and found.dim() == 0 and not (found.is_floating_point() or found.is_complex()):
-            found = found.item()
-        if isinstance(found, int) and not isinstance(found, bool) and 0 <= found <= _MOST:
-            return int(found)
+        with suppress(InvalidInput):
+            return values.step(obj.get(name))
     return None
 
 

@@ -23,7 +23,7 @@ from .generators import is_generator, state_of
 from .model_state import ModelState, Seen
 from .names import Owner, canonical_name, join, parameter_names, split_wrappers
 from .optimizer_state import OptimizerState
-from .optimizers import CLASS, bare, check_optimizer_form, class_of, with_inner
+from .optimizers import CLASS, INNER, bare, check_optimizer_form, class_of, left_out, with_inner
 from .own_buffers import OWN_BUFFERS, OwnBuffers
 from .owned import Owned, is_own
 from .prepared import is_prepared, is_stateful, state_of_loader
@@ -113,16 +113,28 @@ class Adapted:
     def _add_optimizers(self, walk: _Walk) -> None:
         trees, labels = Seen([tree for _, tree in walk.trees], []), ([path for path, _ in walk.trees], self._loose())
         for out, optimizer in walk.optimizers:
-            flattened = self.flattened_of(optimizer)
-            if flattened is not None:
-                out.update({**state_of_optimizer(flattened.module, bare(optimizer)), CLASS: class_of(bare(optimizer))})
-                continue
-            state = self._optimizer_states.get(id(optimizer))
-            if state is None:
-                state = self._optimizer_states[id(optimizer)] = OptimizerState(optimizer)
-            names = partial(self._names_in, walk, optimizer)
-            out.update(state.tree(names, trees, labels))
-            self.lasting += state.lasting
+            found = self._add_optimizer(out, optimizer, walk, trees, labels)
+            for name, inner in self.left_out_of(found).items():
+                self._add_optimizer(out.setdefault(INNER, {}).setdefault(name, {}), inner, walk, trees, labels)
+
+    def _add_optimizer(self, out: dict[str, Any], optimizer: Optimizer, walk: _Walk, trees: Seen, labels: object) -> Optimizer:
+        """Fill in the tree of an optimizer; returns the bare one."""
+        flattened = self.flattened_of(optimizer)
+        if flattened is not None:
+            found = bare(optimizer)
+            out.update({**state_of_optimizer(flattened.module, found), CLASS: class_of(found)})
+            return found
+        state = self._optimizer_states.get(id(optimizer))
+        if state is None:
+            state = self._optimizer_states[id(optimizer)] = OptimizerState(optimizer)
+        out.update(state.tree(partial(self._names_in, walk, optimizer), trees, labels))
+        self.lasting += state.lasting
+        return state.optimizer
+
+    def left_out_of(self, optimizer: Optimizer) -> dict[str, Optimizer]:
+        """The optimizers that a bare one uses, whose state neither it nor anything else tracked has, by attribute."""
+        tracked = self.optimizers if (found := left_out(optimizer)) else ()
+        return {name: inner for name, inner in found.items() if all(each.state is not inner.state for each in tracked)}
 
     def _names_in(self, walk: _Walk, optimizer: Optimizer) -> list[list[str]]:
         return self._names([(path, _by_id(tree)) for path, tree in walk.trees], optimizer)
@@ -187,7 +199,7 @@ class _Walk:
     def __init__(self, adapted: Adapted, *, is_outlook: bool = False, is_shared: bool = False, is_waiting: bool = True) -> None:
         self._adapted, self._is_outlook, self._is_shared, self._is_waiting = adapted, is_outlook, is_shared, is_waiting
         self.trees: list[tuple[str, OrderedDict[str, object]]] = []
-        self.optimizers: list[tuple[dict[str, object], Optimizer]] = []
+        self.optimizers: list[tuple[dict[str, Any], Optimizer]] = []
         self.generators: list[tuple[dict[str, object], object]] = []
 
     def tree_of(self, path: str, found: Any) -> object:

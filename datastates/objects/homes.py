@@ -18,6 +18,7 @@ from .names import split_wrappers
 from .optimizers import with_inner
 from .own_loading import only_waits
 from .report import Target
+from .sharing import extent_of
 
 __all__ = ["Home", "live_homes", "wait_for_copies"]
 
@@ -92,17 +93,13 @@ def _overlapping(targets: Sequence[Target], index_of: Mapping[int, int]) -> set[
     """The stored tensors whose live ones share memory with that of another stored one."""
     extents = []
     for target in targets:
-        live = target.live
-        if live.layout is torch.strided and not live.is_meta and live.numel():
-            reach = 1 + sum((size - 1) * stride for size, stride in zip(live.shape, live.stride(), strict=True))
-            begin = live.data_ptr()
-            where = devices().of(live)
-            device = -2 if where.type == "cpu" else where.index or 0
-            extents.append((device, begin, begin + reach * live.element_size(), index_of.get(id(target.stored), -1)))
+        extent = extent_of(target.live)
+        if extent is not None:
+            extents.append((*extent, index_of.get(id(target.stored), -1)))
     extents.sort()
     shared: set[int] = set()
-    last: tuple[int, int, int] | None = None  # the device, the furthest end on it so far, and the tensor that ends there
-    for device, begin, end, index in extents:
+    last: tuple[object, int, int] | None = None  # the device, the furthest end on it so far, and the tensor that ends there
+    for *device, begin, end, index in extents:
         if last is not None and last[0] == device and begin < last[1] and index != last[2]:
             shared |= {index, last[2]}
         if last is None or last[0] != device or end > last[1]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -191,13 +191,14 @@ class _Check:
                 chosen[key] = value
                 self.findings.restored += leaf_paths(value, here)
         is_whole = len(chosen) == len(entry) and self.findings.selection.wants(path)
+        apart = {key for key in chosen if self.findings.is_apart(join(path, key), live.get(key))}
         for key, value in chosen.items():
-            if _goes_into(live.get(key), value):
-                self.findings.overwrites(join(path, key), value, live[key])
+            if key not in apart and _goes_into(live.get(key), value):
+                self.findings.overwrites(join(path, key), value, live[key], is_replaceable=True)
             elif _lies_with(key, value, parameter):
                 self.findings.made_like(value, parameter)
         if chosen or is_whole:
-            self.findings.writes.append(partial(self._write_entry, parameter, group, live, chosen, is_whole=is_whole))
+            self.findings.writes.append(partial(self._write_entry, parameter, group, live, chosen, apart, is_whole=is_whole))
 
     def _fits(self, path: str, key: object, value: object, parameter: torch.Tensor) -> bool:
         if not isinstance(value, torch.Tensor) or isinstance(self.optimizer, LBFGS):
@@ -214,17 +215,19 @@ class _Check:
         self.findings.mismatched.append(Mismatch(path, describe(value), f"a parameter of shape {tuple(parameter.shape)}"))
         return False
 
-    def _write_entry(self, parameter: torch.Tensor, group: Tree, live: dict[Any, Any], chosen: Tree, *, is_whole: bool) -> None:
-        fresh = {key: self._written(parameter, group, key, live.get(key), value) for key, value in chosen.items()}
+    def _write_entry(
+        self, parameter: torch.Tensor, group: Tree, live: dict[Any, Any], chosen: Tree, apart: Collection[object], *, is_whole: bool
+    ) -> None:
+        fresh = {key: self._written(parameter, group, key, live.get(key), value, is_apart=key in apart) for key, value in chosen.items()}
         if is_whole:
             live.clear()
         live.update(fresh)
         self.optimizer.state[parameter] = live
 
-    def _written(self, parameter: torch.Tensor, group: Tree, key: object, live: object, stored: object) -> object:
+    def _written(self, parameter: torch.Tensor, group: Tree, key: object, live: object, stored: object, *, is_apart: bool) -> object:
         if not isinstance(stored, torch.Tensor):
             return self.findings.own(stored, parameter.device)
-        if isinstance(live, torch.Tensor) and _goes_into(live, stored):
+        if isinstance(live, torch.Tensor) and not is_apart and _goes_into(live, stored):
             write_tensor(live, stored)
             return live
         if not is_spread(stored) and is_spread(parameter) and stored.dim():

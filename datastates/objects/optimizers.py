@@ -10,11 +10,13 @@ from torch.optim import Optimizer
 
 from datastates.errors import InvalidInput
 
-__all__ = ["CLASS", "bare", "check_optimizer_form", "class_of", "has_hooks", "is_zero", "with_inner"]
+__all__ = ["CLASS", "INNER", "bare", "check_optimizer_form", "class_of", "has_hooks", "is_zero", "left_out", "with_inner"]
 
 CLASS = "optimizer_class"
 """The name under which an optimizer's tree records the class that made it."""
 
+INNER = "inner"
+"""The name under which an optimizer's tree has those of the optimizers that it uses and leaves out of its own state, by attribute."""
 
 _ZERO = "torch.distributed.optim.zero_redundancy_optimizer"
 """Looked up among what is already imported: an object of a class that nobody imported cannot exist."""
@@ -37,6 +39,19 @@ def with_inner(optimizer: Optimizer) -> Iterator[Optimizer]:
     for each in found:
         yield each
         found += [inner for inner in vars(each).values() if isinstance(inner, Optimizer) and not any(inner is other for other in found)]
+
+
+def left_out(optimizer: Optimizer) -> dict[str, Optimizer]:
+    """The optimizers among the attributes of a ``bare`` one whose state is not in its ``state_dict``, as SAM leaves out its base optimizer.
+
+    Only torch's own ``state_dict`` is known to leave them out.
+    """
+    members = vars(optimizer)
+    hooks = (members.get(f"_optimizer_state_dict_{when}_hooks") for when in ("pre", "post"))
+    if type(optimizer).state_dict is not Optimizer.state_dict or "state_dict" in members or any(hooks):
+        return {}
+    inner = {name: found for name, found in members.items() if isinstance(found, Optimizer)}
+    return {name: found for name, found in inner.items() if getattr(found, "state", optimizer.state) is not optimizer.state}
 
 
 def bare(optimizer: Optimizer) -> Optimizer:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import logging
+import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from difflib import get_close_matches
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.weak import TensorWeakRef
 
 from datastates.content.spread import local_of
 from datastates.errors import InvalidInput
@@ -27,6 +31,9 @@ _IDLE = 3
 
 _OFTEN = 64
 """Buffers are checked at each of the first captures, and then at every one in this many: there may be hundreds."""
+
+_KNOWN = (nn.Module, Optimizer, LRScheduler, RngState, torch.amp.GradScaler)
+"""Objects that do not have the parameters of others in their state."""
 
 
 def refuse_misspelt(given: Iterable[str], options: Collection[str]) -> None:
@@ -60,12 +67,19 @@ class Oversights:
         is_asked = all(tree is not None for tree in outlook.values())
         held = [found for _, found in parts(outlook) if isinstance(found, torch.Tensor)]
         self._held = {_memory_of(tensor) for tensor in held} if is_asked else None
+        self._others = [
+            (found, _shapes_in(outlook.get(name)))
+            for name, tracked in objects.items()
+            for _, found in parts({name: tracked})
+            if has_state(found) and not isinstance(found, _KNOWN)
+        ]
         self._counts: dict[int, int] = {}
         is_scaled = any(isinstance(found, torch.amp.GradScaler) for _, found in parts(objects))  # a scaler leaves out steps
         self._heeds_gradients = not has_gradients and not is_scaled
         self._samples: dict[int, torch.Tensor] = {}
-        self._gradients: dict[int, object] = {}
-        self._versions: dict[int, object] = {}
+        self._gradients: dict[int, tuple[TensorWeakRef, int]] = {}
+        self._versions: dict[int, list[object]] = {}
+        self._clipped = {id(part.weight) for module in self._modules for part in module.modules() if _clips_its_weight(part)}
         self._idle: dict[int, int] = {}
         self._warn_of_metrics([each for path, found in parts(objects) if isinstance(found, nn.Module) for each in _metrics(path, found)])
         empty = [name for name, tree in outlook.items() if isinstance(tree, dict) and not tree]
@@ -110,6 +124,7 @@ class Oversights:
             self._counts[id(optimizer)] = count
             owned = {id(tensor) for module in self._modules for tensor in module.parameters()}
             lost = [each for each in _parameters(optimizer) if id(each) not in owned and _memory_of(each) not in self._held]
+            lost = [each for each in lost if not any(_may_have(each, *other) for other in self._others)]
             if lost:
                 _logger.warning(
                     "%s trains %s that nothing tracked has, of shape %s: no state has them; track the module that they are in, too",
@@ -120,14 +135,14 @@ class Oversights:
     def _look_at_optimizers(self) -> None:
         stepped = {id(optimizer): self._has_stepped(optimizer) for _, optimizer in self._optimizers}
         for path, optimizer in self._optimizers:
-            version = _stamp(next(_parameters(optimizer), None))
-            before = self._versions.get(id(optimizer), version)
-            self._versions[id(optimizer)] = version
+            versions = [_stamp(each) for each in self._ends_of(optimizer)]
+            before = self._versions.get(id(optimizer), versions)
+            self._versions[id(optimizer)] = versions
             if self._heeds_gradients:
-                self._look_at_gradients(path, optimizer, is_still=version == before and not any(stepped.values()))
+                self._look_at_gradients(path, optimizer, is_still=versions == before and not any(stepped.values()))
             if stepped[id(optimizer)]:
                 self._idle[id(optimizer)] = 0
-            elif version != before:
+            elif versions and len(versions) == len(before) and all(map(operator.ne, versions, before)):
                 self._idle[id(optimizer)] = self._idle.get(id(optimizer), 0) + 1
             if self._idle.get(id(optimizer), 0) == _IDLE and not self._is_shared(optimizer, stepped):
                 _logger.warning(
@@ -147,10 +162,12 @@ class Oversights:
             if sample is None:
                 return
             self._samples[id(optimizer)] = sample
-        gradient = sample.grad
-        stamp, before = _stamp(gradient), self._gradients.get(id(optimizer))
-        self._gradients[id(optimizer)] = stamp
-        if is_still and gradient is not None and before is not None and stamp != before:
+        gradient, last = sample.grad, self._gradients.pop(id(optimizer), None)
+        if gradient is None or gradient.is_inference():
+            return
+        self._gradients[id(optimizer)] = TensorWeakRef(gradient), gradient._version
+        # One change is a backward; several may be a gradient that was set to zero before it.
+        if is_still and last is not None and last[0]() is gradient and gradient._version == last[1] + 1:
             self._heeds_gradients = False
             _logger.warning(
                 "captured while %s accumulates gradients, which this state does not have: a training that goes on from it begins the"
@@ -158,11 +175,34 @@ class Oversights:
                 path,
             )
 
+    def _ends_of(self, optimizer: Optimizer) -> list[torch.Tensor]:
+        """The first and the last of the parameters that only a step changes: an optimizer in its place would change both."""
+        groups = optimizer.param_groups
+        forwards = (each for group in groups for each in group["params"])
+        backwards = (each for group in reversed(groups) for each in reversed(group["params"]))
+        ways = ((each for each in way if each.requires_grad and id(each) not in self._clipped) for way in (forwards, backwards))
+        return [each for way in ways if (each := next(way, None)) is not None]
+
     def _is_shared(self, optimizer: Optimizer, stepped: Mapping[int, bool]) -> bool:
         """Whether another tracked optimizer trains the same parameters."""
         mine = {id(parameter) for parameter in _parameters(optimizer)}
         others = [other for _, other in self._optimizers if stepped[id(other)]]
         return any(id(parameter) in mine for other in others for parameter in _parameters(other))
+
+
+def _shapes_in(tree: object) -> set[tuple[int, ...]]:
+    """The shapes of the tensors and arrays in an object's state."""
+    return {tuple(found.shape) for _, found in parts({"": tree}) if isinstance(found, torch.Tensor | np.ndarray)}
+
+
+def _may_have(parameter: torch.Tensor, found: object, shapes: Collection[tuple[int, ...]]) -> bool:
+    """Whether a copy of the parameter may be in the state of an object, which has these shapes in it."""
+    return tuple(parameter.shape) in shapes or any(member is parameter for member in getattr(found, "__dict__", {}).values())
+
+
+def _clips_its_weight(part: nn.Module) -> bool:
+    """Whether a pass through the module changes its weight."""
+    return isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.max_norm is not None
 
 
 def _keeps_something(found: object) -> bool:

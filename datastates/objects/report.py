@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import operator
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -9,16 +10,19 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from datastates import values
 from datastates.errors import InvalidInput
 
-from .locals import write_local
+from .locals import cut_for, write_local
 from .names import join
 from .placements import is_spread
+
+if TYPE_CHECKING:
+    import numpy as np
 
 __all__ = [
     "Findings",
@@ -55,10 +59,12 @@ class RestoreReport:
     ``missing``: the objects have it and the state does not; ``unexpected``: the reverse; ``mismatched`` fits neither in
     shape nor by conversion; ``converted`` was restored in the object's own dtype; ``skipped`` was not asked for. ``values``
     are those that no restore can change in the caller (numbers, text, tuples): by name, for the caller to take over. ``notes`` say what
-    begins anew because another number of ranks captured the state: random numbers, the place in the data.
+    begins anew because another number of ranks captured the state: random numbers, the place in the data. ``anew`` says what was left as
+    it is because only one side has it: a gradient scaler that was or is switched off, an optimizer within another.
 
     ``frozen`` are restored parameters that required no gradient in the state and required one here; ``unfrozen`` the reverse. A tracker
-    that goes on where its branch stands, or goes back, makes them as they were in the state; every other restore leaves them.
+    that goes on where its branch stands, or goes back, makes them as they were in the state, unless the script that captured it is running
+    on; every other restore leaves them.
     """
 
     restored: tuple[str, ...] = ()
@@ -71,6 +77,7 @@ class RestoreReport:
     notes: tuple[str, ...] = ()
     frozen: tuple[str, ...] = ()
     unfrozen: tuple[str, ...] = ()
+    anew: tuple[str, ...] = ()
 
     def __bool__(self) -> bool:
         return not (self.missing or self.unexpected or self.mismatched)
@@ -85,7 +92,7 @@ class RestoreReport:
         lines = [self.summary()]
         for name in ("missing", "unexpected", "mismatched", "converted"):
             lines += _lines(name, getattr(self, name))
-        return "\n".join([*lines, *self.notes])
+        return "\n".join([*lines, *self.notes, *self.anew])
 
 
 class Selection:
@@ -140,32 +147,55 @@ class Selection:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Target:
-    """A live tensor into which a stored one will be written, whole. ``is_as_stored``: only its elements are written, as they are."""
+    """A live tensor into which a stored one will be written, whole. ``is_as_stored``: only its elements are written, as they are.
+
+    ``is_replaceable``: another tensor may take its place. An array has ``arrays``, the live and the stored one; ``live`` is then its memory
+    as bytes.
+    """
 
     path: str
     stored: torch.Tensor
     live: torch.Tensor
     is_as_stored: bool
+    is_replaceable: bool = False
+    arrays: tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]] | None = None
+
+    @property
+    def place(self) -> tuple[str, int]:
+        """What tells it from other targets, in every check of the same objects."""
+        return self.path, id(self.live if self.arrays is None else self.arrays[0])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Handed:
-    """Stands for a stored value that will be handed over once the writes are done; no value is read before."""
+    """Stands for a stored value that will be handed over once the writes are done; no value is read before.
+
+    A tensor goes to the device of ``like``, if given, and is laid out over the ranks as that is if it has its shape.
+    """
 
     value: object
-    device: torch.device | None = None
+    like: torch.Tensor | None = None
 
 
 class Findings:
     """The findings of a check so far, and the writes that follow if it succeeds. Nothing is written before.
 
     Without ``has_values`` the stored tensors are known only by shape and dtype, and the check looks at nothing else. ``owned`` are ids
-    of stored tensors whose memory nobody else needs: they are handed over themselves instead of a copy.
+    of stored tensors whose memory nobody else needs: they are handed over themselves instead of a copy. ``apart`` are the places of live
+    tensors that stay as they are: new ones take their place.
     """
 
-    def __init__(self, selection: Selection, *, is_strict: bool, has_values: bool = True, owned: Collection[int] = ()) -> None:
+    def __init__(
+        self,
+        selection: Selection,
+        *,
+        is_strict: bool,
+        has_values: bool = True,
+        owned: Collection[int] = (),
+        apart: Collection[tuple[str, int]] = (),
+    ) -> None:
         self.selection, self.is_strict, self.has_values = selection, is_strict, has_values
-        self._owned = set(owned)
+        self._owned, self._apart = set(owned), apart
         self.targets: list[Target] = []
         self.likes: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.restored: list[str] = []
@@ -175,15 +205,25 @@ class Findings:
         self.converted: list[Mismatch] = []
         self.skipped: list[str] = []
         self.hints: list[str] = []
+        self.anew: list[str] = []
         self.values: dict[str, object] = {}
         self.loads: list[tuple[str, Callable[[], None]]] = []
         self.writes: list[Callable[[], None]] = []
         self.last_loads: list[tuple[str, Callable[[], None]]] = []
 
-    def overwrites(self, path: str, stored: object, live: object, *, is_as_stored: bool = True) -> None:
+    def overwrites(self, path: str, stored: object, live: object, *, is_as_stored: bool = True, is_replaceable: bool = False) -> None:
         """Note that a write will put ``stored`` into the tensor ``live``."""
         if isinstance(stored, torch.Tensor) and isinstance(live, torch.Tensor):
-            self.targets.append(Target(path, stored, live, is_as_stored and stored.dtype == live.dtype))
+            self.targets.append(Target(path, stored, live, is_as_stored and stored.dtype == live.dtype, is_replaceable))
+
+    def overwrites_array(self, path: str, stored: np.ndarray[Any, Any], live: np.ndarray[Any, Any], *, is_replaceable: bool) -> None:
+        """Note that a write will put ``stored`` into the array ``live``."""
+        if (memory := _memory_of(live)) is not None:
+            self.targets.append(Target(path, memory, memory, is_as_stored=True, is_replaceable=is_replaceable, arrays=(live, stored)))
+
+    def is_apart(self, path: str, live: object) -> bool:
+        """Whether a live tensor or array must not be overwritten, because another one lies in its memory."""
+        return (path, id(live)) in self._apart
 
     def made_like(self, stored: object, live: torch.Tensor) -> None:
         """Note that a write will make a tensor from ``stored`` that is laid out as ``live``, a DTensor, is."""
@@ -197,7 +237,10 @@ class Findings:
     def handed(self, placed: Any) -> Any:
         """``placed`` with each ``Handed`` in it replaced by its value."""
         if isinstance(placed, Handed):
-            return self.own(placed.value, placed.device)
+            value, like = placed.value, placed.like
+            if isinstance(value, torch.Tensor) and like is not None and is_spread(like) and not is_spread(value):
+                value = cut_for(like, value) if value.shape == like.shape else value
+            return self.own(value, None if like is None else like.device)
         if type(placed) is not tuple:
             return placed
         fresh = tuple(map(self.handed, placed))
@@ -245,6 +288,14 @@ class Findings:
             return is_convertible
         return True
 
+    def note_shared(self, misfits: Iterable[Mismatch], hints: Iterable[str]) -> None:
+        """Note what cannot be restored because it shares memory with something else, unless it was noted as a misfit already."""
+        known = {note.path for note in self.mismatched}
+        for misfit, hint in zip(misfits, hints, strict=True):
+            if misfit.path not in known:
+                self.mismatched.append(misfit)
+                self.hints.append(hint)
+
     def refuse_misfits(self) -> None:
         """With ``strict``, refuse anything that does not fit.
 
@@ -269,6 +320,7 @@ class Findings:
             converted=tuple(self.converted),
             skipped=tuple(self.skipped),
             values=self.values,
+            anew=tuple(self.anew),
         )
 
 
@@ -337,6 +389,16 @@ def write_tensor(live: torch.Tensor, stored: torch.Tensor) -> None:
                 if stride == 0 and live.shape[dim] > 1:
                     live, stored = live.narrow(dim, 0, 1), stored.narrow(dim, 0, 1)
         live.copy_(stored)
+
+
+def _memory_of(array: np.ndarray[Any, Any]) -> torch.Tensor | None:
+    """The memory in which an array lies, as bytes; None if it has none."""
+    if not array.nbytes:
+        return None
+    reaches = [(side - 1) * stride for side, stride in zip(array.shape, array.strides, strict=True)]
+    begin = array.ctypes.data + sum(min(reach, 0) for reach in reaches)
+    length = sum(map(abs, reaches)) + array.itemsize
+    return torch.frombuffer((ctypes.c_ubyte * length).from_address(begin), dtype=torch.uint8)
 
 
 def _lines(title: str, items: Sequence[str] | Sequence[Mismatch], others: Sequence[str] = ()) -> list[str]:

@@ -23,9 +23,12 @@ from .loops import LOOPS
 from .model_restore import check_gradients, check_module
 from .names import join
 from .optimizer_restore import check_optimizer
+from .optimizers import INNER, bare
 from .prepared import is_prepared, load_loader
 from .report import Findings, Handed, Mismatch, RestoreReport, Selection, describe, leaf_paths, own, write_tensor
 from .rng import RngState
+from .scalers import why_anew
+from .sharing import shared
 
 __all__ = ["Mismatch", "RestoreReport", "check_into", "reads", "restore_into", "write"]
 
@@ -71,12 +74,21 @@ def check_into(
 
     :raises InvalidInput: something does not fit.
     """
-    selection = Selection(only)
-    findings = Findings(selection, is_strict=strict, has_values=has_values, owned=owned)
     adapted = Adapted(objects) if adapted is None else adapted
-    _Check(adapted, findings).top(tree)
+
+    def look(apart: Collection[tuple[str, int]] = ()) -> Findings:
+        found = Findings(Selection(only), is_strict=strict, has_values=has_values, owned=owned, apart=apart)
+        _Check(adapted, found).top(tree)
+        return found
+
+    findings = look()
+    if has_values:
+        sharing = shared(findings.targets)
+        if sharing.apart:
+            findings = look({target.place for target in sharing.apart})
+        findings.note_shared(sharing.misfits, sharing.hints)
     known = [*map(_path, adapted.objects), *(leaf for name, child in tree.items() for leaf in leaf_paths(child, _path(name)))]
-    selection.refuse_unused(known)
+    findings.selection.refuse_unused(known)
     findings.refuse_misfits()
     return findings
 
@@ -165,12 +177,14 @@ class _Check:
             hints.append(f"only={both} restores what both have, and leaves {', '.join(map(_path, lost))} as it is")
         return hints
 
-    def place(self, path: str, live: Any, stored: Any) -> object:
-        """The value at ``path`` after the writes: ``live`` itself if it can be changed in place."""
+    def place(self, path: str, live: Any, stored: Any, *, is_replaceable: bool = True) -> object:
+        """The value at ``path`` after the writes: ``live`` itself if it can be changed in place. ``is_replaceable``: another value may take
+        its place.
+        """
         if isinstance(live, nn.Module):
             check_module(path, self.adapted.model_state(path, live), stored, self.findings)
         elif isinstance(live, Optimizer):
-            check_optimizer(path, live, self.adapted.names_of(live), stored, self.findings, self.adapted.flattened_of(live))
+            self._optimizer(path, live, stored)
         elif has_state(live):
             self._opaque(path, live, stored)
         elif is_generator(live):
@@ -180,10 +194,11 @@ class _Check:
         elif (isinstance(live, list) and isinstance(stored, list)) or (isinstance(live, deque) and isinstance(stored, deque)):
             self._list(path, live, stored)
         elif isinstance(live, tuple) and isinstance(stored, tuple) and len(live) == len(stored):
-            placed = [self.place(join(path, index), *pair) for index, pair in enumerate(zip(live, stored, strict=True))]
+            pairs = enumerate(zip(live, stored, strict=True))
+            placed = [self.place(join(path, index), *pair, is_replaceable=is_replaceable) for index, pair in pairs]
             return live if all(new is old for new, old in zip(placed, live, strict=True)) else tuple(placed)
         else:
-            return self._leaf(path, live, stored)
+            return self._leaf(path, live, stored, is_replaceable=is_replaceable)
         return live
 
     def _in_place(self, path: str, live: Any, stored: object) -> None:
@@ -191,7 +206,7 @@ class _Check:
         findings = self.findings
         notes: tuple[list[Any], ...] = (findings.restored, findings.targets, findings.writes)
         before, misfits = [*map(len, notes)], len(findings.mismatched)
-        if self.place(path, live, stored) is not live and len(findings.mismatched) == misfits:
+        if self.place(path, live, stored, is_replaceable=False) is not live and len(findings.mismatched) == misfits:
             for note, count in zip(notes, before, strict=True):
                 del note[count:]
             findings.mismatched.append(Mismatch(path, describe(stored), describe(live)))
@@ -202,13 +217,32 @@ class _Check:
             self.findings.restored.append(path)
             self._overwrite(path, live, stored)  # type: ignore[arg-type]  # `fits` saw a tensor
 
-    def _overwrite(self, path: str, live: torch.Tensor, stored: torch.Tensor) -> None:
-        self.findings.overwrites(path, stored, live)
+    def _overwrite(self, path: str, live: torch.Tensor, stored: torch.Tensor, *, is_replaceable: bool = False) -> None:
+        self.findings.overwrites(path, stored, live, is_replaceable=is_replaceable)
         self.findings.writes.append(partial(write_tensor, live, stored))
+
+    def _optimizer(self, path: str, live: Optimizer, stored: object) -> None:
+        own, kept = stored, {}
+        if isinstance(stored, dict) and isinstance(stored.get(INNER), dict):
+            own, kept = {key: value for key, value in stored.items() if key != INNER}, stored[INNER]
+        check_optimizer(path, live, self.adapted.names_of(live), own, self.findings, self.adapted.flattened_of(live))
+        inner = self.adapted.left_out_of(bare(live))
+        for name, found in inner.items():
+            here = join(join(path, INNER), name)
+            if name in kept:
+                check_optimizer(here, found, self.adapted.names_of(found), kept[name], self.findings, self.adapted.flattened_of(found))
+            elif self.findings.selection.wants(path):
+                self.findings.anew.append(f"{path}: the state has nothing of its {name}, which begins anew")
+        gone = [join(join(path, INNER), name) for name in kept if name not in inner]
+        self.findings.unexpected += [here for here in gone if self.findings.selection.wants(here)]
 
     def _opaque(self, path: str, live: Any, stored: object) -> None:
         leaves = leaf_paths(stored, path)
         if not self.findings.is_wanted_whole(path, leaves):
+            return
+        why = why_anew(live, stored)
+        if why is not None:
+            self.findings.anew.append(f"{path} {why}")
             return
         self.findings.restored += leaves
         loads = self.findings.last_loads if isinstance(live, RngState) else self.findings.loads
@@ -256,7 +290,7 @@ class _Check:
             self.findings.restored += leaf_paths(stored[index], join(path, index))
         self.findings.writes.append(partial(self._write_list, live, placed))
 
-    def _leaf(self, path: str, live: Any, stored: Any) -> object:
+    def _leaf(self, path: str, live: Any, stored: Any, *, is_replaceable: bool) -> object:
         if not self.findings.selection.wants_some(path, leaf_paths(stored, path)):
             self.findings.skipped.append(path)
             return live
@@ -265,10 +299,11 @@ class _Check:
             return live
         self.findings.restored += leaf_paths(stored, path)
         if isinstance(live, torch.Tensor) and isinstance(stored, torch.Tensor):
-            if (live.shape, live.dtype, live.layout) == (stored.shape, stored.dtype, stored.layout) and not live.is_meta:
-                self._overwrite(path, live, stored)
+            is_alike = (live.shape, live.dtype, live.layout) == (stored.shape, stored.dtype, stored.layout)
+            if is_alike and not live.is_meta and not self.findings.is_apart(path, live):
+                self._overwrite(path, live, stored, is_replaceable=is_replaceable)
                 return live
-            return Handed(stored, live.device)
+            return Handed(stored, live)
         if isinstance(live, set) and isinstance(stored, set):
             self.findings.writes.append(partial(_write_set, live, stored))
             return live
@@ -276,7 +311,8 @@ class _Check:
             self.findings.writes.append(partial(live.__setitem__, slice(None), stored))
             return live
         is_array = isinstance(live, np.ndarray) and isinstance(stored, np.ndarray) and live.flags.writeable
-        if is_array and (live.shape, live.dtype) == (stored.shape, stored.dtype):
+        if is_array and (live.shape, live.dtype) == (stored.shape, stored.dtype) and not self.findings.is_apart(path, live):
+            self.findings.overwrites_array(path, stored, live, is_replaceable=is_replaceable)
             self.findings.writes.append(partial(np.copyto, live, stored))
             return live
         return Handed(stored)

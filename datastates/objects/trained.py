@@ -7,7 +7,7 @@ come by there.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -21,7 +21,7 @@ from .report import RestoreReport, own
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-__all__ = ["add_groups", "put_back", "with_trained"]
+__all__ = ["add_groups", "divided", "put_back", "with_trained"]
 
 
 def with_trained(report: RestoreReport, adapted: Adapted, stored: Mapping[str, bool]) -> RestoreReport:
@@ -54,6 +54,17 @@ def put_back(report: RestoreReport, adapted: Adapted) -> list[str]:
     return left
 
 
+def divided(report: RestoreReport, adapted: Adapted, is_first: Callable[[nn.Parameter], bool]) -> tuple[RestoreReport, RestoreReport]:
+    """The report with only those of its frozen and unfrozen parameters for which ``is_first`` says so, and with only the others."""
+    differing = {*report.frozen, *report.unfrozen}
+    first = {path for path, parameter, _ in _parameters(adapted) if path in differing and is_first(parameter)}
+
+    def only(is_chosen: Callable[[str], bool]) -> RestoreReport:
+        return replace(report, frozen=tuple(filter(is_chosen, report.frozen)), unfrozen=tuple(filter(is_chosen, report.unfrozen)))
+
+    return only(first.__contains__), only(lambda path: path not in first)
+
+
 def add_groups(optimizer: Optimizer, stored: object, adapted: Adapted) -> int:
     """Give an optimizer the last of the ``stored`` parameter groups, as many as it lacks, of live parameters; returns how many.
 
@@ -62,19 +73,30 @@ def add_groups(optimizer: Optimizer, stored: object, adapted: Adapted) -> int:
     groups = optimizer.param_groups
     if not isinstance(stored, list) or len(stored) <= len(groups):
         return 0
-    named: dict[object, nn.Parameter] = {}
-    for path, model in adapted.models():
-        for name, tensor in () if model.is_flattened else model.known().items():
-            if isinstance(tensor, nn.Parameter):
-                named.setdefault(name, tensor)
-                named[f"{path.replace('/', '.')}.{name}"] = tensor
+    count = len(groups)
     taken = {id(parameter) for group in groups for parameter in group["params"]}
-    rows = [[named.get(name) for name in group["params"]] for group in stored[len(groups) :]]
-    if any(parameter is None or id(parameter) in taken for row in rows for parameter in row):
+    for named in _namings(adapted):
+        present, new = ([[named.get(name) for name in group["params"]] for group in some] for some in (stored[:count], stored[count:]))
+        if any(parameter is not None and id(parameter) not in taken for row in present for parameter in row):
+            continue  # another model's, that has parameters of the same names
+        if all(parameter is not None and id(parameter) not in taken for row in new for parameter in row):
+            break
+    else:
         return 0
-    for group, row in zip(stored[len(groups) :], rows, strict=True):
+    for group, row in zip(stored[count:], new, strict=True):
         optimizer.add_param_group({**own(options_of(group)), "params": row})
-    return len(rows)
+    return len(new)
+
+
+def _namings(adapted: Adapted) -> Iterator[dict[object, nn.Parameter]]:
+    """The ways in which an optimizer's tree may name parameters: as one model does, or with the paths of several before their names."""
+    models: list[tuple[str, dict[object, nn.Parameter]]] = [
+        (path, {name: tensor for name, tensor in model.known().items() if isinstance(tensor, nn.Parameter)})
+        for path, model in adapted.models()
+        if not model.is_flattened
+    ]
+    yield from (named for _, named in models)
+    yield {f"{path.replace('/', '.')}.{name}": tensor for path, named in models for name, tensor in named.items()}
 
 
 def _parameters(adapted: Adapted) -> Iterator[tuple[str, nn.Parameter, bool]]:

@@ -104,10 +104,11 @@ class Guard:
       scaler, random number generators, ``run.step``. Gradients are dropped (unless they are tracked).
     - It moves the branch back, with ``rewind`` in its reflog.
 
-    With ``data="skip"`` loaders and samplers stay where they are: the batches since the good state are not seen again. With
-    ``data="reshuffle"`` they go back too, and the rest of the epoch of each tracked ``PermutationSampler`` is shuffled anew. Use
-    ``run.steps`` then, which begins a new iteration of the loader, and let ``run.epochs`` or ``run.step`` end the training, since it
-    may go back over the beginning of an epoch. The training will meet broken data again in that case.
+    With ``data="skip"`` loaders and samplers stay where they are: the batches since the good state are not seen again, and parameters that
+    the script froze or unfroze since then stay so. With ``data="reshuffle"`` they go back too, and the rest of the epoch of each tracked
+    ``PermutationSampler`` is shuffled anew. Use ``run.steps`` then, which begins a new iteration of the loader, and let ``run.epochs`` or
+    ``run.step`` end the training, since it may go back over the beginning of an epoch. The training will meet broken data again in that
+    case.
 
     A loss on a device is read one call later, when the next step is under way: training does not wait for it, and a rewind comes
     one step later. Pass ``float(loss)`` to know at once. A guard watches one process; trainings of several ranks cannot have one.

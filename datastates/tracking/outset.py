@@ -99,7 +99,7 @@ def set_out(training: Training, state: State, *, only: str | Sequence[str] | Non
     report = _restored(training, state, only=only, strict=strict, is_resumed=is_resumed)
     stand(training, state, is_resumed=is_resumed)
     if is_resumed:
-        go_on_training(training.branch, training.adapted, report, is_told=training.ranks.is_first)
+        go_on_training(training.branch, training.adapted, report, is_told=training.ranks.is_first, at=state.uid)
     if not training.ranks.is_first:
         return  # rank 0 logs it for all
     where = f"state {state.uid[:10]}, step {state.step}" + (f", epoch {training.loops.epoch}" if training.loops.is_counted else "")

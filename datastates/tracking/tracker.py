@@ -178,9 +178,12 @@ class Tracker:
 
         :raises InvalidInput: a sampler is tracked and its loader has workers, which read from the sampler ahead of the training.
         """
+        return self._steps(loader, accumulate, is_outside=not self._training.loops.is_counting)
+
+    def _steps(self, loader: Iterable[Batch], accumulate: int, *, is_outside: bool) -> Iterator[Batch]:
         self._training.is_driven = True
         try:
-            for batch in self._training.loops.batches(loader, is_resumed=self._training.is_resumed):
+            for batch in self._training.loops.batches(loader, is_resumed=self._training.is_resumed, is_outside=is_outside):
                 self._training.count_batch(accumulate)
                 yield batch
         finally:

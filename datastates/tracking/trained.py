@@ -6,6 +6,7 @@ import logging
 from collections.abc import Sequence
 
 from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
 
 from datastates.errors import InvalidInput
 from datastates.lineage.states import State
@@ -13,14 +14,17 @@ from datastates.objects.adapters import Adapted, parts
 from datastates.objects.optimizer_state import is_plain
 from datastates.objects.optimizers import bare
 from datastates.objects.report import RestoreReport
-from datastates.objects.trained import add_groups, put_back
+from datastates.objects.trained import add_groups, divided, put_back
 from datastates.opening.core import Core
 from datastates.system.notices import say
 from datastates.upkeep.loading import load
 
-__all__ = ["go_on_training", "lose_groups", "regain_groups", "say_gained", "say_what_differs"]
+__all__ = ["go_on_training", "lose_groups", "part_at", "regain_groups", "say_gained", "say_what_differs"]
 
 _logger = logging.getLogger(__name__)
+
+_parted = WeakIdKeyDictionary()
+"""The state at which the last training of a parameter ended in this process, by the parameter."""
 
 
 def regain_groups(core: Core, state: State, adapted: Adapted) -> list[tuple[Optimizer, int]]:
@@ -47,8 +51,21 @@ def say_gained(branch: str, gained: Sequence[tuple[Optimizer, int]]) -> None:
         say(f"branch {branch}: {gained_group}, as in the state that was restored")
 
 
-def go_on_training(branch: str, adapted: Adapted, report: RestoreReport, *, is_told: bool) -> None:
-    """Freeze and unfreeze parameters as the state had them, because the script may not come by there again."""
+def part_at(uid: str, adapted: Adapted) -> None:
+    """Note that a training of this process ends at a state: as long as its parameters live, the script that made them is running on."""
+    for module in adapted.modules:
+        for parameter in module.parameters():
+            _parted[parameter] = uid
+
+
+def go_on_training(branch: str, adapted: Adapted, report: RestoreReport, *, is_told: bool, at: str | None = None) -> None:
+    """Freeze and unfreeze parameters as the state had them, because the script may not come by there again.
+
+    Parameters that a training of this process left ``at`` that state stay: what was done to them since then is the script's next line.
+    """
+    running, report = divided(report, adapted, lambda parameter: at is not None and _parted.get(parameter) == at)
+    if is_told:
+        say_what_differs(branch, running, "goes on")
     left = set(put_back(report, adapted))
     for paths, done in ((report.frozen, "frozen"), (report.unfrozen, "trained")):
         changed, kept = ([path for path in paths if (path in left) is is_left] for is_left in (False, True))
@@ -62,11 +79,13 @@ def go_on_training(branch: str, adapted: Adapted, report: RestoreReport, *, is_t
             )  # fmt: skip
 
 
-def say_what_differs(branch: str, report: RestoreReport) -> None:
-    """Say what a fork freezes, or trains, otherwise than the state where it begins: it may be meant, or forgotten."""
+def say_what_differs(branch: str, report: RestoreReport, does: str = "begins") -> None:
+    """Say what the script freezes, or trains, otherwise than the state where its branch begins or goes on: it may be meant, or
+    forgotten.
+    """
     for paths, was, now in ((report.frozen, "frozen", "trained"), (report.unfrozen, "trained", "frozen")):
         if paths:
-            say(f"branch {branch}: {_counted(paths)} {was} where it begins, and {now} here; requires_grad stays as the script set it")
+            say(f"branch {branch}: {_counted(paths)} {was} where it {does}, and {now} here; requires_grad stays as the script set it")
 
 
 def _groups_in(core: Core, state: State, path: str) -> object:

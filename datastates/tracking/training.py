@@ -34,13 +34,14 @@ from datastates.opening.environment import describe_training
 from datastates.policy.contract import CadenceChoice, Policy
 from datastates.policy.rules import Best
 from datastates.system.interrupts import undisturbed
+from datastates.system.notices import say
 from datastates.transport.clone.groups import SoloGroup
 from datastates.upkeep.loading import restore
 from datastates.upkeep.retention import bests_at
 
 from .companion import Companion
 from .together import Together
-from .trained import go_on_training
+from .trained import go_on_training, part_at
 
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
@@ -224,11 +225,15 @@ class Training:
         reason: str = "move",
     ) -> RestoreReport:
         """Restore a state, except for the objects ``without``, and move the branch to it; ``reason`` goes into the reflog. No capture may
-        be in flight."""
+        be in flight.
+
+        The script goes on where the loops are: if these stay, so does what it trains.
+        """
         with undisturbed():
             with self.ranks.united("restore its part"):
                 report = self.restore(state, only=only, strict=strict, without=without)
-            go_on_training(self.branch, self.adapted, report, is_told=self.ranks.is_first)
+            if LOOPS not in without:
+                go_on_training(self.branch, self.adapted, report, is_told=self.ranks.is_first)
             self.ranks.first("move the branch", partial(self._move, state, reason), type(None))
             self.line.stand((state.uid, state.digest))
             self.newest = state.uid
@@ -260,6 +265,8 @@ class Training:
                 optimizer._opt_called = True  # type: ignore[attr-defined]  # else schedulers warn that it never stepped
         if LOOPS in into and only is None and self.loops.version == version:
             self.loops.load_state_dict({})
+        for line in self.report.anew if self.ranks.is_first else ():
+            say(f"branch {self.branch}: {line}")
         self.values.update({key: value for key, value in self.report.values.items() if key in self.values})
         self.step, self.micro_step = state.step, state.micro_step
         self._plan = None
@@ -284,6 +291,8 @@ class Training:
         self._fence.remove()
         self.core.trainings.discard(self)  # the repository may outlive the models, and must not keep them alive
         self.core.drain()
+        if self.line.tip is not None:
+            part_at(self.line.tip[0], self.adapted)
         if not self.core.database.is_closed:  # the repository may have been closed after an interrupt of this
             with suppress(Unavailable, NotFound), self.core.database.write() as session:  # its process finishes the run at the latest
                 runs.note(session, self.run.uid, {**facts_of(self.line), **endings.facts_of(error, self.step)})

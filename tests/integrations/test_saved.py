@@ -145,6 +145,22 @@ def test_step_is_the_one_given_or_the_objects_or_the_next(folder: Path) -> None:
         assert [state.step for state in repo.log("main")] == [21, 20, 9, 8, 7]
 
 
+@pytest.mark.parametrize(
+    "step", [np.int64(500), np.uint8(50), np.array(500), np.float32(500), torch.tensor(500), torch.tensor(500.0), 500.0], ids=repr
+)
+def test_a_step_may_be_a_number_of_numpy_or_a_tensor(folder: Path, step: Any) -> None:
+    datastates.save({"step": step}, "runs/main")
+    with datastates.open("runs") as repo:
+        assert repo.state("main").step == int(step)
+
+
+@pytest.mark.parametrize("step", [1.5, "7", None, True, -1, 2**70, torch.ones(3), float("nan")], ids=repr)
+def test_what_is_no_step_is_left_to_the_branch(folder: Path, step: Any) -> None:
+    datastates.save({"step": step}, "runs/main")
+    with datastates.open("runs") as repo:
+        assert repo.state("main").step == 1
+
+
 def test_tied_tensors_stay_tied_and_come_back_plain(folder: Path) -> None:
     weight = nn.Parameter(torch.randn(64, 64))
     base = torch.arange(10.0)

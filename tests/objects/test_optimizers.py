@@ -335,3 +335,85 @@ def test_the_class_of_an_optimizer_is_torchs_where_it_is_made_from_one() -> None
     parameters = list(make().parameters())
     assert class_of(Logging(parameters)) == class_of(HandingThrough(AdamW(parameters))) == "torch.optim.AdamW"
     assert class_of(Lion(parameters)) == "Lion"
+
+
+# --- an optimizer that keeps another -------------------------------------------------------------------------------------------
+
+
+class Sharpness(Optimizer):
+    """As SAM was published: the momentum is that of an optimizer of its own, which torch's ``state_dict`` leaves out."""
+
+    def __init__(self, parameters: Any, base: Callable[..., Optimizer], **options: Any) -> None:
+        super().__init__(parameters, {"rho": 0.05, **options})
+        self.base_optimizer = base(self.param_groups, **options)
+        self.param_groups = self.base_optimizer.param_groups
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["old_p"] = parameter.clone()
+        return self.base_optimizer.step()
+
+
+class Relinking(Sharpness):
+    """Its groups are those of the optimizer that it keeps also after a load."""
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        super().load_state_dict(state_dict)
+        self.base_optimizer.param_groups = self.param_groups
+
+
+def wrapped(*args: Any, **options: Any) -> Optimizer:
+    return HandingThrough(Relinking(*args, **options))
+
+
+@pytest.mark.parametrize("kind", [Sharpness, Relinking, wrapped])
+@pytest.mark.parametrize("only", [None, ["model", "optimizer"]])
+def test_an_optimizer_goes_on_with_the_one_that_it_keeps(repo: Repository, kind: Callable[..., Optimizer], only: list[str] | None) -> None:
+    model = make()
+    optimizer = kind(model.parameters(), SGD, lr=0.1, momentum=0.9)
+    with repo.track(model=model, optimizer=optimizer) as run:
+        for _ in range(3):
+            optimizer.param_groups[0]["lr"] *= 0.5
+            update(model, optimizer)
+            run.capture()
+    expected = [update(model, optimizer) for _ in range(4)]
+    other = make(1)
+    its = kind(other.parameters(), SGD, lr=0.1, momentum=0.9)
+    with repo.track(model=other, optimizer=its, only=only) as run:
+        assert run.report
+        assert not run.report.anew
+        assert "optimizer/inner/base_optimizer/state/0.weight/momentum_buffer" in run.report.restored
+        assert [update(other, its) for _ in range(4)] == expected
+
+
+def test_a_state_without_the_optimizer_that_one_keeps_is_restored_and_that_is_told() -> None:
+    there, here = make(), make(1)
+    one, other = (Sharpness(model.parameters(), SGD, lr=0.1, momentum=0.9) for model in (there, here))
+    update(there, one)
+    tree: Any = Adapted({"model": there, "optimizer": one}).tree()
+    assert tree["optimizer"].pop("inner").keys() == {"base_optimizer"}
+    report = restore_into({"model": here, "optimizer": other}, tree)
+    assert report
+    assert report.anew == ("optimizer: the state has nothing of its base_optimizer, which begins anew",)
+    assert not restore_into({"model": here, "optimizer": other}, tree, only="model").anew
+
+
+def test_a_state_of_an_optimizer_that_is_kept_no_more_is_refused() -> None:
+    model = make()
+    optimizer = Sharpness(model.parameters(), SGD, lr=0.1)
+    tree: Any = Adapted({"model": model, "optimizer": optimizer}).tree()
+    tree["optimizer"]["inner"]["other"] = {}
+    with pytest.raises(InvalidInput, match="not in the objects:\n    optimizer/inner/other"):
+        restore_into({"model": model, "optimizer": optimizer}, tree)
+
+
+def test_an_optimizer_that_is_tracked_itself_or_is_in_the_state_already_is_captured_once() -> None:
+    model = make()
+    keeping = Sharpness(model.parameters(), SGD, lr=0.1)
+    tree: Any = Adapted({"model": model, "optimizer": keeping, "base": keeping.base_optimizer}).tree()
+    assert "inner" not in tree["optimizer"]
+    for wrap in WRAPPERS.values():
+        wrapped: Any = Adapted({"model": model, "optimizer": wrap(model)}).tree()
+        assert "inner" not in wrapped["optimizer"]

@@ -247,3 +247,73 @@ def test_captures_after_steps_are_not_told(
 def test_gradients_that_states_have_are_not_told(repo: Repository, caplog: pytest.LogCaptureFixture) -> None:
     accumulate(repo, 4, zeroes_first=True, gradients=True)
     assert "accumulates" not in caplog.text
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_a_step_that_the_script_leaves_out_is_no_accumulation(
+    repo: Repository, caplog: pytest.LogCaptureFixture, *, set_to_none: bool
+) -> None:
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with repo.track(model=model, optimizer=optimizer) as run:
+        for number in range(8):
+            optimizer.zero_grad(set_to_none=set_to_none)
+            model(torch.randn(4, 2)).sum().backward()
+            if number not in (3, 4):
+                optimizer.step()
+            run.capture()
+    assert not caplog.records
+
+
+def test_an_embedding_that_clips_its_weights_is_no_step_of_another_optimizer(repo: Repository, caplog: pytest.LogCaptureFixture) -> None:
+    for model in (nn.Sequential(nn.Embedding(4, 2, max_norm=0.1), nn.Linear(2, 1)), nn.Embedding(4, 2, max_norm=0.1)):
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        with repo.track(model=model, optimizer=optimizer, gradients=True, branch=f"of-{len(list(model.parameters()))}") as run:
+            for _ in range(6):
+                with torch.no_grad():
+                    next(model.parameters()).mul_(2)
+                model(torch.arange(4)).sum().backward()
+                run.capture()
+    assert not caplog.records
+
+
+def test_an_optimizer_that_was_replaced_is_named_although_a_layer_is_frozen(repo: Repository, caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with repo.track(model=model, optimizer=optimizer) as run:
+        steps(run, model, torch.optim.SGD(model.parameters(), lr=0.01), 6)
+    assert caplog.text.count("optimizer takes no step although its parameters change") == 1
+
+
+class Prompt:
+    """Its state is a copy of what is trained: as tensors, as arrays or as lists."""
+
+    def __init__(self, kind: str) -> None:
+        self.weight = torch.ones(3, requires_grad=True)
+        self.kind = kind
+
+    def state_dict(self) -> dict[str, Any]:
+        copied = self.weight.detach().clone()
+        return {"weight": copied if self.kind == "tensor" else copied.numpy() if self.kind == "array" else copied.tolist()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        with torch.no_grad():
+            self.weight.copy_(torch.as_tensor(state["weight"]))
+
+
+@pytest.mark.parametrize("kind", ["tensor", "array", "list"])
+def test_parameters_of_which_an_object_may_have_a_copy_are_not_told(repo: Repository, caplog: pytest.LogCaptureFixture, kind: str) -> None:
+    prompt = Prompt(kind)
+    with repo.track(prompt=prompt, optimizer=torch.optim.SGD([prompt.weight], 0.1)) as run:
+        run.capture()
+    assert "nothing tracked has" not in caplog.text
+
+
+def test_parameters_of_which_no_object_can_have_a_copy_are_told(repo: Repository, caplog: pytest.LogCaptureFixture) -> None:
+    prompt, other = Prompt("tensor"), nn.Linear(5, 5)
+    optimizer = torch.optim.SGD([prompt.weight, *other.parameters()], 0.1)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    with repo.track(prompt=prompt, optimizer=optimizer, schedule=schedule) as run:
+        run.capture()
+    assert "optimizer trains 2 parameters that nothing tracked has, of shape (5, 5), (5,)" in caplog.text

@@ -79,6 +79,55 @@ def test_going_back_goes_back_to_what_was_trained_there(tmp_path: Path) -> None:
             assert trained(model) == [False, False, True, True]
 
 
+def test_a_script_that_runs_on_trains_what_it_says_and_tells_what_differs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As in two phases, the second of which trains all layers of the model of the first."""
+    caplog.set_level(logging.INFO, "datastates")
+    model, optimizer = made()
+    with datastates.open(tmp_path) as repo:
+        for is_frozen in (True, False, False, True):
+            model[0].requires_grad_(not is_frozen)
+            with repo.track(branch="main", model=model, optimizer=optimizer) as run:
+                assert trained(model) == [not is_frozen, not is_frozen, True, True]
+                run.capture()
+        other, its = made(is_frozen=False)
+        with repo.track(branch="main", model=other, optimizer=its):
+            assert trained(other) == [False, False, True, True], "a new model is that of a script which begins anew"
+    assert caplog.text.count("(model/0.weight, model/0.bias) are frozen where it goes on, and trained here") == 1
+    assert caplog.text.count("(model/0.weight, model/0.bias) are trained where it goes on, and frozen here") == 1
+    assert caplog.text.count("are frozen again") == 1
+
+
+def test_a_script_whose_branch_was_moved_elsewhere_meanwhile_trains_what_the_state_did(tmp_path: Path) -> None:
+    model, optimizer = made()
+    with datastates.open(tmp_path) as repo:
+        with repo.track(branch="main", model=model, optimizer=optimizer) as run:
+            run.capture()
+            run.capture()
+        repo.move("main", "main~1", expected=repo.state("main").uid)
+        model[0].requires_grad_(True)
+        with repo.track(branch="main", model=model, optimizer=optimizer):
+            assert trained(model) == [False, False, True, True]
+
+
+def test_a_guard_that_goes_on_with_the_following_batches_leaves_what_the_script_unfroze(tmp_path: Path) -> None:
+    """The good state lies before the line that unfreezes, and the loop does not come by there again."""
+    model, optimizer = made()
+    losses = iter([1.0] * THAWS_AT + [float("nan")] + [1.0] * 9)
+    with datastates.open(tmp_path) as repo, repo.track(branch="main", model=model, optimizer=optimizer) as run:
+        guard = run.guard()
+        for epoch in run.epochs(3):
+            if epoch == 1:
+                model[0].requires_grad_(True)
+            for _ in run.steps(range(THAWS_AT)):
+                optimizer.zero_grad()
+                model(torch.randn(8, 3)).square().mean().backward()
+                optimizer.step()
+                if not guard.rewound(next(losses)):
+                    run.capture()
+            assert trained(model) == [epoch > 0, epoch > 0, True, True]
+        assert [rewind.good.step for rewind in guard.rewinds] == [THAWS_AT - 1]
+
+
 def test_a_fork_and_a_restore_train_what_their_script_says_and_the_fork_tells_what_differs(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -156,6 +205,36 @@ def test_a_stopped_training_goes_on_with_the_groups_that_its_optimizer_had_got(
     with datastates.open(tmp_path / "stopped") as repo:
         assert by_groups(repo, stop) + by_groups(repo, 10) == expected
     assert ("branch main: SGD has 2 parameters in a group of their own again" in caplog.text) is (stop > THAWS_AT)
+
+
+@pytest.mark.parametrize("names", [("generator", "discriminator"), ("discriminator", "generator")])
+def test_a_group_comes_back_with_the_parameters_of_the_model_that_the_optimizer_trains(tmp_path: Path, names: tuple[str, str]) -> None:
+    """Both models have parameters of the same names, as those of a GAN, or a model and its average."""
+
+    def start() -> tuple[dict[str, nn.Sequential], torch.optim.SGD]:
+        models = {name: made()[0] for name in names}
+        return models, torch.optim.SGD(models["discriminator"][2].parameters(), lr=0.1)
+
+    with datastates.open(tmp_path) as repo:
+        models, optimizer = start()
+        with repo.track(branch="main", objects={**models, "optimizer": optimizer}) as run:
+            optimizer.add_param_group({"params": list(models["discriminator"][0].parameters())})
+            run.capture()
+        models, optimizer = start()
+        with repo.track(branch="main", objects={**models, "optimizer": optimizer}):
+            assert list(map(id, optimizer.param_groups[1]["params"])) == list(map(id, models["discriminator"][0].parameters()))
+
+
+def test_a_group_of_the_parameters_of_two_models_comes_back(tmp_path: Path) -> None:
+    with datastates.open(tmp_path) as repo:
+        for is_first in (True, False):
+            first, second = made()[0], made()[0]
+            optimizer = torch.optim.SGD(second.parameters(), lr=0.1)
+            with repo.track(branch="main", first=first, second=second, optimizer=optimizer) as run:
+                if is_first:
+                    optimizer.add_param_group({"params": list(first.parameters())})
+                run.capture()
+                assert list(map(id, optimizer.param_groups[1]["params"])) == list(map(id, first.parameters()))
 
 
 def test_an_optimizer_whose_groups_fit_none_of_the_state_is_left_as_it_is_and_refused(tmp_path: Path) -> None:

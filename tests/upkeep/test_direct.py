@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import datastates
-from datastates import Config, Corrupt, Dirty, Repository
+from datastates import Config, Corrupt, Dirty, InvalidInput, Repository
 from datastates.content.manifest import CHUNK_BYTES
 from datastates.store import mapped, pouring
 from datastates.store.mapped import MappedReader
@@ -239,7 +239,10 @@ def test_live_tensors_over_each_other_are_written_in_their_order(tmp_path: Path)
     memory = torch.zeros(LARGE.numel() + 5)
     into = {"one": memory[5:], "two": memory[:-5]}
     with datastates.open(tmp_path) as repo:
-        repo.restore("main", into=into)
+        with pytest.raises(InvalidInput, match="two shares memory with one"):
+            repo.restore("main", into=into)
+        assert not memory.any()
+        assert not repo.restore("main", into=into, strict=False)
     assert torch.equal(into["two"], LARGE + 1)
 
 
