@@ -71,6 +71,7 @@ def export_bundle(repository: Opened, revs: Sequence[str | State], folder: str |
     ``with_parents`` also takes the bytes of the states from which merged states were made, so that they can be made again elsewhere.
 
     :raises Conflict: the folder is not empty.
+    :raises InvalidInput: no state is named, or they have more ancestors than a bundle holds.
     :raises Unavailable: the bytes of a state are gone; names the nearest ancestor that has them.
     """
     core, root = core_of(repository, "repository"), Path(folder)
@@ -88,7 +89,10 @@ def export_bundle(repository: Opened, revs: Sequence[str | State], folder: str |
         digest = write_lineage(lineage, root)
     except BaseException:
         for path in root.iterdir() if was_there else [root]:
-            shutil.rmtree(path, ignore_errors=True)
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
         raise
     return Bundle(tuple(states), len(lineage.states) - len(states), tuple(map(ref_of, lineage.tags)), bytes_new, digest)
 

@@ -24,7 +24,7 @@ import msgspec
 from blake3 import blake3
 
 from datastates.content.manifest import Manifest
-from datastates.errors import Corrupt, NotFound, Unavailable
+from datastates.errors import Corrupt, InvalidInput, NotFound, Unavailable
 from datastates.lineage.states import Note, Value
 from datastates.store.files import sync_folder, write_file
 from datastates.store.pack import PAGE, padded
@@ -65,13 +65,21 @@ def write_chunks(root: Path, uid: str, digests: Sequence[bytes]) -> None:
 
 
 def write_lineage(lineage: Lineage, root: Path) -> str:
-    """Write the last two files; returns the bundle's digest."""
+    """Write the last two files; returns the bundle's digest.
+
+    :raises InvalidInput: the lineage is larger than any that can be read again.
+    """
     plain = msgspec.to_builtins(lineage)
     for state in plain["states"]:
         for name in ("metrics", "attributes"):
             state[name] = {key: _finite(value) for key, value in state[name].items()}
     plain["configs"] = [{key: _finite(value) for key, value in config.items()} for config in plain["configs"]]
-    body = json.dumps(plain, indent=1, allow_nan=False, ensure_ascii=False).encode()
+    body = json.dumps(plain, separators=(",", ":"), allow_nan=False, ensure_ascii=False).encode()
+    if len(body) > _MOST_BYTES:
+        raise InvalidInput(
+            f"these states have {len(lineage.states) - len(lineage.held)} ancestors, whose lineage takes {len(body)} bytes, and a bundle"
+            f" holds at most {_MOST_BYTES}: name states with fewer ancestors, or write files without lineage (export --into)"
+        )
     digest = blake3(body).hexdigest()
     if lineage.held:
         sync_folder(root / _CHUNKS)

@@ -20,11 +20,12 @@ from typing import Any
 import msgspec
 import torch
 
+from datastates.content.geometry import dtype_of
 from datastates.content.tree import flatten
 from datastates.errors import Conflict, InvalidInput, Unsupported
 from datastates.store.files import sync_folder
 
-from .tensors import ExportFile, export
+from .tensors import DTYPES, ExportFile, export, is_plain
 from .wrapping import is_flat
 
 __all__ = ["Format", "format_of", "read", "tensors_in", "write"]
@@ -47,7 +48,10 @@ def format_of(path: Path) -> Format:
     :raises InvalidInput: it is none of those.
     """
     if path.is_dir():
-        names = {each.name for each in path.iterdir()}
+        try:
+            names = set(os.listdir(path))
+        except OSError as exc:
+            raise InvalidInput(f"{path} cannot be read ({exc.strerror}): mend it, or leave it out") from exc
         if METADATA in names:
             return Format.DCP
         if INDEX in names or WEIGHTS in names:
@@ -95,9 +99,18 @@ def _load_torch(path: Path) -> object:
 
 
 def _load_safetensors(path: Path) -> dict[str, torch.Tensor]:
+    from safetensors import safe_open
     from safetensors.torch import load_file
 
-    return dict(load_file(path, device="cpu"))
+    with safe_open(path, "pt") as opened:
+        about = opened.metadata() or {}
+    tensors = dict(load_file(path, device="cpu"))
+    for name, said in msgspec.json.decode(about.get(DTYPES, "{}"), type=dict[str, str]).items():
+        data, dtype = tensors[name], dtype_of(said)
+        if data.dtype != torch.uint8 or data.shape[-1:] != (dtype.itemsize,):
+            raise InvalidInput(f"{path} says that {name!r} is {said}, and holds {data.dtype} of shape {tuple(data.shape)}: leave it out")
+        tensors[name] = data.clone().view(dtype).squeeze(-1)  # a clone is aligned
+    return tensors
 
 
 def _load_folder(path: Path) -> dict[str, object]:
@@ -121,20 +134,22 @@ def _load_hugging_face(path: Path) -> dict[str, object]:
     return {"model": weights, **({"files": texts} if texts else {})}
 
 
-def _load_dcp(path: Path) -> dict[str, Any]:
+def _load_dcp(path: Path) -> object:
     """A folder of torch.distributed.checkpoint, whole; neither its metadata nor its values are unpickled freely."""
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
-    from .dcp import SafePlanner, SafeReader
+    from .dcp import SafePlanner, SafeReader, cause_of, numbered
 
     tree: dict[str, Any] = {}
     try:
         _load_state_dict(tree, storage_reader=SafeReader(path), planner=SafePlanner(), no_dist=True)  # type: ignore[no-untyped-call]  # torch says no types there
     except CheckpointException as exc:  # not an Exception; it holds what was raised
-        said = "; ".join(str(why[0]).strip().splitlines()[0][:300] for why in exc.failures.values())
+        if not isinstance(why := cause_of(exc), Exception):
+            raise why from exc
+        said = (str(why).strip().splitlines() or [type(why).__name__])[0][:300]
         raise Unsupported(f"{path} cannot be read without executing what it says, or is damaged: {said}") from exc
-    return tree
+    return numbered(tree)
 
 
 # Out
@@ -149,14 +164,20 @@ def write(tree: object, kind: Format, into: Path, words: Mapping[str, str]) -> N
         raise Conflict(f"{into} is there already: name another place, or remove it")
     into.parent.mkdir(parents=True, exist_ok=True)
     part = into.with_name(f".part-{into.name}")
+    _remove(part)  # an export that was killed left it
     try:
         _write(tree, kind, part, words)
         part.rename(into)
     finally:
-        if part.is_dir():
-            shutil.rmtree(part)
-        part.unlink(missing_ok=True)
+        _remove(part)
     sync_folder(into.parent)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _write(tree: object, kind: Format, part: Path, words: Mapping[str, str]) -> None:
@@ -177,30 +198,38 @@ def _write_hugging_face(tree: object, part: Path, words: Mapping[str, str]) -> N
     if not isinstance(tree, dict) or not is_flat(weights := tree.get("model", tree)):
         raise InvalidInput("a folder of Hugging Face holds one model, tensors by name: this state has none called 'model'; try torch")
     part.mkdir()
-    export({part / WEIGHTS: ExportFile(weights, words)})
     files = tree.get("files", {})
     for name, text in files.items() if isinstance(files, dict) else ():
-        if isinstance(name, str) and isinstance(text, str) and Path(name).name == name:
+        if isinstance(name, str) and isinstance(text, str) and Path(name).name == name and name.endswith(".json"):
             (part / name).write_text(text, encoding="utf-8")
+    export({part / WEIGHTS: ExportFile(tensors_in(weights), words)})
 
 
 def _write_dcp(tree: object, part: Path) -> None:
+    from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
     from torch.distributed.checkpoint.state_dict_saver import save
+
+    from .dcp import WholePlanner, cause_of
 
     if not isinstance(tree, dict):
         raise InvalidInput("torch.distributed.checkpoint writes what has names: this state is one value; try torch")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # that it saves from one process
-        save(tree, storage_writer=FileSystemWriter(part), no_dist=True)
+        try:
+            save(tree, storage_writer=FileSystemWriter(part), planner=WholePlanner(), no_dist=True)
+        except CheckpointException as exc:  # not an Exception; it holds what was raised
+            raise cause_of(exc) from exc
 
 
 def tensors_in(tree: object) -> Mapping[str, torch.Tensor]:
     """Tensors by the names for a file of tensors: those of the tree, or their paths if it is nested.
 
-    :raises InvalidInput: there is no tensor.
+    :raises InvalidInput: there is no tensor, or one of those in the tree is sparse or quantized.
     """
     if is_flat(tree):
+        if odd := [name for name, tensor in tree.items() if not is_plain(tensor)]:
+            raise InvalidInput(f"a safetensors file holds no sparse or quantized tensors, and {odd[0]!r} is one: try torch")
         return dict(tree)
     found = {leaf.path: leaf.tensor for leaf in flatten(tree).tensors}
     if not found:

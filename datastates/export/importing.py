@@ -10,25 +10,24 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from glob import escape
 from pathlib import Path
 from typing import Any, Protocol
 
 from datastates import values
 from datastates.errors import Conflict, InvalidInput, NotFound
 from datastates.lineage.states import Ref, State
-from datastates.objects.loops import LOOPS
 from datastates.opening.core import Opened, core_of
 from datastates.transport.clone.groups import SoloGroup
 
 from .files import Format, format_of, read, write
 from .tensors import words_about
-from .wrapping import WRAPPED, unwrapped, wrapped
+from .wrapping import TAKEN, WRAPPED, unwrapped, wrapped
 
 __all__ = ["Exported", "Imported", "Source", "export_files", "find_files", "import_files"]
 
 FILE, FORMAT = "import.file", "import.format"
 _STEP = "{step}"
-_TAKEN = ("rng", LOOPS)
 _ENDINGS = {Format.TORCH: ".pt", Format.SAFETENSORS: ".safetensors", Format.HUGGING_FACE: "", Format.DCP: ""}
 
 
@@ -85,28 +84,50 @@ class Exported:
 def find_files(folder: str | os.PathLike[str], pattern: str) -> list[Source]:
     """The checkpoints of a folder by their steps; ``{step}`` in the pattern stands for digits, ``*`` for anything within a name.
 
-    :raises InvalidInput: the pattern has no ``{step}``, or two files have the same step.
+    :raises InvalidInput: the pattern does not say where the step is, two files have the same step, or one is no checkpoint.
     :raises NotFound: nothing matches.
     """
+    return _sources(folder, pattern, None)
+
+
+def _sources(folder: str | os.PathLike[str], pattern: str, refused: dict[str, str] | None) -> list[Source]:
+    """The same; what is no checkpoint goes to ``refused``, if that is given."""
+    sources = []
+    for step, (name, path) in sorted(_matching(folder, pattern).items()):
+        try:
+            sources.append(Source(name, path, step, format_of(path)))
+        except InvalidInput as exc:
+            if refused is None:
+                raise
+            refused[name] = str(exc)
+    return sources
+
+
+def _matching(folder: str | os.PathLike[str], pattern: str) -> dict[int, tuple[str, Path]]:
+    """The name and the path of each thing that is called like the pattern, by its step."""
     root, pattern = Path(values.path(folder, "folder")), values.string(pattern, "pattern")
     if pattern.count(_STEP) != 1 or pattern.startswith("/") or ".." in pattern.split("/"):
         raise InvalidInput(f"the pattern {pattern!r} is to name files within the folder, with {{step}} once: such as 'step_{{step}}.pt'")
+    if f"*{_STEP}" in pattern or f"{_STEP}*" in pattern:
+        raise InvalidInput(
+            f"the pattern {pattern!r} leaves open which digits are the step: give what separates * and {{step}}, as in '*_{{step}}.pt'"
+        )
     if not root.is_dir():
         raise NotFound(f"{root} is no folder: name the one that the checkpoints are in")
     shape = re.compile(re.escape(pattern).replace(re.escape(_STEP), r"(\d{1,18})").replace(r"\*", "[^/]*"))
-    found: dict[int, Source] = {}
-    for path in root.glob(pattern.replace(_STEP, "*")):
+    found: dict[int, tuple[str, Path]] = {}
+    for path in root.glob("*".join(map(escape, re.split(r"\*+", pattern.replace(_STEP, "*"))))):
         name = path.relative_to(root).as_posix()
         match = shape.fullmatch(name)
         if match is None:
             continue
         step = int(match[1])
         if step in found:
-            raise InvalidInput(f"{found[step].name} and {name} are both of step {step}: give a pattern that fits one of them")
-        found[step] = Source(name, path, step, format_of(path))
+            raise InvalidInput(f"{found[step][0]} and {name} are both of step {step}: give a pattern that fits one of them")
+        found[step] = name, path
     if not found:
         raise NotFound(f"nothing in {root} is called like {pattern!r}: see what is there, and give another pattern")
-    return [found[step] for step in sorted(found)]
+    return found
 
 
 def import_files(
@@ -137,16 +158,17 @@ def import_files(
     core_of(repository, "repository")
     skip_bad, dry_run = values.flag(skip_bad, "skip_bad"), values.flag(dry_run, "dry_run")
     on_progress = values.optional(values.callback)(on_progress, "on_progress")
-    sources = find_files(folder, pattern)
+    refused: dict[str, str] = {}
+    sources = _sources(folder, pattern, refused if skip_bad else None)
     head, known = _known(repository, values.text(branch, "branch"))
     waiting = [source for source in sources if source.name not in known]
     if (late := [source.name for source in waiting if head is not None and source.step <= head]) and not skip_bad:
         raise Conflict(f"{late[0]} is not beyond step {head}, where branch {branch} stands: import it to another branch")
     done = [source for source in sources if source.name in known]
     if dry_run:
-        return Imported(branch, (), tuple(done), tuple(waiting), {})
+        return Imported(branch, (), tuple(done), tuple(waiting), refused)
     made: list[State] = []
-    refused: dict[str, str] = dict.fromkeys(late, f"is not beyond step {head}")
+    refused |= dict.fromkeys(late, f"is not beyond step {head}")
     with _Line(repository, branch) as line:
         for number, source in enumerate(waiting, 1):
             if source.name not in refused:
@@ -201,12 +223,12 @@ class _Line:
 
     def add(self, source: Source) -> State:
         """Add the next state."""
-        tree, name = wrapped(read(source.path), _TAKEN)
+        tree, under = wrapped(read(source.path), TAKEN)
         if self._run is None or tree.keys() != self._parts.keys():
             self._follow(tree)
         for name, value in tree.items():
             self._parts[name].value = value
-        about = {FILE: source.name, FORMAT: str(source.format)} | ({} if name is None else {WRAPPED: name})
+        about = {FILE: source.name, FORMAT: str(source.format)} | ({} if under is None else {WRAPPED: under})
         try:
             state: State = self._run.capture(step=source.step, attributes=about).wait("durable")
         except InvalidInput as exc:

@@ -18,7 +18,10 @@ from datastates.lineage.states import State
 from datastates.store.files import sync_folder
 from datastates.system.regular import make_regular, open_regular
 
-__all__ = ["Entry", "ExportFile", "export", "header_of", "in_order", "plan_export", "words_about"]
+__all__ = ["DTYPES", "Entry", "ExportFile", "export", "header_of", "in_order", "is_plain", "plan_export", "words_about"]
+
+DTYPES = "datastates.dtypes"
+"""The text in a file's header with the dtype, in JSON by name, of each tensor that stands there as bytes."""
 
 _PIECE_BYTES = 16 << 20
 _CODES = {
@@ -38,7 +41,7 @@ _CODES = {
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
 }
-"""The dtypes that readers have long known; tensors of other dtypes are written as bytes, and the metadata names their dtype."""
+"""The dtypes that readers have long known; tensors of other dtypes are written as bytes, and ``DTYPES`` names theirs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +113,11 @@ def export(plan: Mapping[Path, ExportFile], *, on_progress: Callable[[int], obje
         sync_folder(path.parent)
 
 
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is nothing but its elements: neither sparse nor quantized."""
+    return tensor.layout is torch.strided and not tensor.is_quantized
+
+
 def _file_name(top: str) -> str:
     """The name of an object as a file name: never hidden, never a path out of the folder, and no two alike."""
     return f"_{top}" if top.startswith((".", "_")) else top
@@ -163,7 +171,7 @@ def header_of(entries: Iterable[Entry], metadata: Mapping[str, str]) -> bytes:
         end += entry.bytes
     about = dict(metadata)
     if others:
-        about["datastates.dtypes"] = msgspec.json.encode(others).decode()
+        about[DTYPES] = msgspec.json.encode(others).decode()
     body = msgspec.json.encode({"__metadata__": about, **described})
     body += b" " * (-len(body) % 8)
     return len(body).to_bytes(8, "little") + body

@@ -9,12 +9,19 @@ from typing import TypeGuard
 
 import torch
 
-__all__ = ["WRAPPED", "is_flat", "unwrapped", "wrapped"]
+from datastates.objects.loops import LOOPS
+
+__all__ = ["TAKEN", "WRAPPED", "is_flat", "unwrapped", "wrapped"]
 
 WRAPPED = "import.wrapped"
 """The attribute of a state with the name under which all of it stands."""
 
+TAKEN = ("rng", LOOPS)
+"""The names under which a training's own parts stand, which are therefore none to track anything else by."""
+
+_MODEL, _CHECKPOINT = "model", "checkpoint"
 _LONGEST = 255
+_NOT_READ = torch.empty(0, device="meta")
 
 
 def is_flat(tree: object) -> TypeGuard[dict[str, torch.Tensor]]:
@@ -28,14 +35,28 @@ def wrapped(found: object, taken: Collection[str] = ()) -> tuple[dict[str, objec
     Tensors by name become a ``model``, anything else becomes a ``checkpoint``.
     """
     if is_flat(found):
-        return {"model": found}, "model"
-    has_names = isinstance(found, dict) and bool(found) and all(type(key) is str and 0 < len(key) <= _LONGEST for key in found)
-    if not isinstance(found, dict) or not has_names or any(name in found for name in taken):
-        return {"checkpoint": found}, "checkpoint"
+        return {_MODEL: found}, _MODEL
+    if not _has_names(found) or any(name in found for name in taken):
+        return {_CHECKPOINT: found}, _CHECKPOINT
     return dict(found), None
 
 
 def unwrapped(tree: object, attributes: Mapping[str, object]) -> object:
-    """The object that ``wrapped`` was given, from a state's tree and its attributes."""
+    """The object that ``wrapped`` was given, from a state's tree and its attributes; tensors that were not read are None in it.
+
+    The attribute alone is not believed, because there are imported states whose attribute names a part of a tree that has names.
+    """
     name = attributes.get(WRAPPED)
-    return tree[name] if isinstance(tree, dict) and isinstance(name, str) and list(tree) == [name] else tree
+    if not isinstance(tree, dict) or list(tree) != [name]:
+        return tree
+    found = tree[name]
+    if name == _MODEL:
+        is_wrapped = isinstance(found, dict) and is_flat({key: _NOT_READ if leaf is None else leaf for key, leaf in found.items()})
+    else:
+        is_wrapped = name == _CHECKPOINT and (not _has_names(found) or any(each in found for each in TAKEN))
+    return found if is_wrapped else tree
+
+
+def _has_names(found: object) -> TypeGuard[dict[str, object]]:
+    """Whether a tree has names by which its parts can be tracked."""
+    return isinstance(found, dict) and bool(found) and all(type(key) is str and 0 < len(key) <= _LONGEST for key in found)

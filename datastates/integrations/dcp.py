@@ -300,15 +300,14 @@ class Reader(StorageReader):
         return done
 
     def _read(self, core: Core, state: State, plan: LoadPlan, planner: LoadPlanner) -> None:
-        is_flat, under, streams = (
-            FLAT in state.attributes,
-            state.attributes.get(WRAPPED),
-            str(state.attributes.get(STREAMS, "")).split("\n"),
-        )
+        is_flat, streams = FLAT in state.attributes, str(state.attributes.get(STREAMS, "")).split("\n")
         whole = _whole(planner)
         items = [item for item in plan.items if not _is_of(item.dest_index.fqn, whole, planner)]
         wanted = {item.storage_index.fqn for item in items}
-        paths = _paths(unwrapped(_sketch(core, state), state.attributes), wanted, is_flat=is_flat, under=under)
+        sketch = _sketch(core, state)
+        plain = unwrapped(sketch, state.attributes)
+        under = state.attributes[WRAPPED] if plain is not sketch and isinstance(plain, dict) else None  # a value alone gets its name back
+        paths = _paths(plain, wanted, is_flat=is_flat, under=under)
         paths |= {join("", name) for name in whole}
         with undisturbed(), naming_a_way_on(core, state), core.open_payload(state) as reader:
             tree: Any = unwrapped(read_tree(reader, wants=lambda path: _is_under(path, paths), is_borrowing=not whole), state.attributes)

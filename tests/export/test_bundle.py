@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import errno
+import json
 import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from blake3 import blake3
 
 import datastates
 from datastates import Conflict, Corrupt, InvalidInput, NotFound, Repository, State, Status, Unavailable
+from datastates.export import bundle_files
 from datastates.export.bundle import export_bundle, import_bundle
+from datastates.store.files import write_file
 from tests.cli.conftest import Invoke
 from tests.cli.conftest import invoke as invoke
 from tests.export.conftest import opened, rewrite
@@ -216,6 +221,46 @@ def test_a_folder_with_something_in_it_is_left_alone_and_a_failed_export_leaves_
         with pytest.raises(Unavailable):
             export_bundle(again, ["soup", "a~2"], tmp_path / "new")
         assert not (tmp_path / "new").exists()
+
+
+def test_a_lineage_that_no_import_would_read_is_refused_by_the_export(
+    repo: Repository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    member(repo, "a", 1.0)
+    export_bundle(repo, ["a"], tmp_path / "fits")
+    body = (tmp_path / "fits" / "lineage.json").read_bytes()
+    monkeypatch.setattr(bundle_files, "_MOST_BYTES", len(body) - 1)
+    with pytest.raises(InvalidInput, match=r"have 2 ancestors, whose lineage takes \d+ bytes.*name states with fewer ancestors"):
+        export_bundle(repo, ["a"], tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_lineage_is_read_with_and_without_white_space(repo: Repository, other: Repository, tmp_path: Path) -> None:
+    member(repo, "a", 1.0)
+    export_bundle(repo, ["a"], tmp_path / "bundle")
+    path = tmp_path / "bundle" / "lineage.json"
+    assert b"\n" not in path.read_bytes()
+    body = json.dumps(json.loads(path.read_bytes()), indent=1).encode()
+    path.write_bytes(body)
+    (tmp_path / "bundle" / "lineage.blake3").write_text(blake3(body).hexdigest(), encoding="ascii")
+    import_bundle(other, tmp_path / "bundle")
+    assert list(map(facts, other.log(repo.state("a").uid))) == list(map(facts, repo.log("a")))
+
+
+def test_a_failed_export_leaves_an_empty_folder_empty(repo: Repository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    member(repo, "a", 1.0)
+    root = tmp_path / "empty"
+    root.mkdir()
+
+    def fails_at_the_last(fd: int, path: Path, data: bytes) -> None:
+        if path.suffix == ".blake3":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write_file(fd, path, data)
+
+    monkeypatch.setattr("datastates.export.bundle_files.write_file", fails_at_the_last)
+    with pytest.raises(OSError, match="No space"):
+        export_bundle(repo, ["a"], root)
+    assert list(root.iterdir()) == []
 
 
 # --- in the terminal ---------------------------------------------------------------------------------------------------------

@@ -118,6 +118,19 @@ def test_a_bad_file_is_left_out_only_when_that_is_asked(repo: Repository, folder
     assert list(done.refused) == ["step_100.pt"]
 
 
+def test_a_folder_that_is_no_checkpoint_is_left_out_like_a_bad_file(repo: Repository, folder: Path) -> None:
+    for step in (1, 2, 3):
+        (folder / f"checkpoint-{step}").mkdir()
+    for step in (1, 3):
+        save_file({"w": torch.ones(1)}, folder / f"checkpoint-{step}" / "model.safetensors")
+    with pytest.raises(InvalidInput, match="checkpoint-2 is a folder without safetensors files"):
+        import_files(repo, folder, "checkpoint-{step}")
+    dry = import_files(repo, folder, "checkpoint-{step}", skip_bad=True, dry_run=True)
+    done = import_files(repo, folder, "checkpoint-{step}", skip_bad=True)
+    assert [source.step for source in dry.waiting] == [state.step for state in done.states] == [1, 3]
+    assert list(dry.refused) == list(done.refused) == ["checkpoint-2"]
+
+
 class Evil:
     """Unpickled, it runs something."""
 
@@ -163,6 +176,21 @@ def test_tensors_alone_stand_under_one_name_and_come_out_without_it(repo: Reposi
     assert set(torch.load(tmp_path / "pt" / "step_2.pt", weights_only=True)) == set(weights)
 
 
+def test_names_that_a_file_has_itself_are_kept(repo: Repository, folder: Path, tmp_path: Path) -> None:
+    trees: list[dict[str, Any]] = [
+        {"state_dict": {"w": torch.ones(2)}},
+        {"model": {"w": torch.ones(2)}},
+        {"checkpoint": [torch.ones(2)]},
+        {"model": {"w": torch.ones(2)}, "epoch": 3},
+    ]
+    for step, tree in enumerate(trees):
+        torch.save(tree, folder / f"step_{step}.pt")
+    states = import_files(repo, folder, PATTERN).states
+    assert all("import.wrapped" not in state.attributes for state in states)
+    for written, tree in zip(export_files(repo, states, tmp_path / "again"), trees, strict=True):
+        assert are_equal(torch.load(written.path, weights_only=True), tree)
+
+
 def test_a_folder_of_hugging_face_comes_in_by_its_index_and_goes_out_as_one(repo: Repository, folder: Path, tmp_path: Path) -> None:
     one, other = {"a": torch.randn(2)}, {"b": torch.randn(3)}
     root = folder / "checkpoint-7"
@@ -201,6 +229,22 @@ def test_files_whose_parts_change_are_one_branch(repo: Repository, folder: Path)
     assert are_equal(repo.load("imported~2")["ema"], {"w": torch.ones(2)})
     assert are_equal(repo.load("imported~1")["checkpoint"], [torch.ones(2), 3])
     assert are_equal(repo.load("imported")["checkpoint"], {"rng": torch.ones(2), "w": 3})
+
+
+@pytest.mark.parametrize("pattern", ["*{step}.pt", "ckpt_{step}*", "*/ckpt{step}*.pt"])
+def test_a_pattern_that_leaves_open_which_digits_are_the_step_is_refused(folder: Path, pattern: str) -> None:
+    torch.save({"w": torch.ones(1)}, folder / "ckpt_1500.pt")
+    with pytest.raises(InvalidInput, match="leaves open which digits are the step"):
+        find_files(folder, pattern)
+
+
+def test_only_the_star_and_the_step_of_a_pattern_stand_for_something_else(folder: Path) -> None:
+    for name in ("run[1]_5.pt", "run1_6.pt", "run2?_7.pt", "run22_8.pt"):
+        torch.save({"w": torch.ones(1)}, folder / name)
+    assert [source.step for source in find_files(folder, "run[1]_{step}.pt")] == [5]
+    assert [source.step for source in find_files(folder, "run2?_{step}.pt")] == [7]
+    for pattern in ("run*_{step}.pt", "r**_{step}.pt", "**_{step}.pt"):
+        assert [source.step for source in find_files(folder, pattern)] == [5, 6, 7, 8]
 
 
 def test_what_makes_no_sense_is_refused(repo: Repository, folder: Path) -> None:
