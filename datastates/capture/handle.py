@@ -86,9 +86,11 @@ class Capture:
         hurry: Callable[[], None],
         trouble: Callable[[], str | None] = lambda: None,
         missing: Callable[[str], str | None] = lambda uid: None,
+        check: Callable[[Status], None] = lambda goal: None,
     ) -> None:
         self.uid, self.step = progress.uid, step
         self._progress, self._want, self._hurry, self._trouble, self._missing = progress, want, hurry, trouble, missing
+        self._check = check
 
     @property
     def is_skipped(self) -> bool:
@@ -126,12 +128,13 @@ class Capture:
         :raises Unavailable: the capture was skipped, or its bytes were given up before they reached the status; or the lineage has been
             away for a minute (the state is in memory: wait again when the lineage is back).
         :raises TimeoutError: ``timeout_s`` seconds have passed; says why, if nothing can be written or parts of other ranks are missing.
-        :raises InvalidInput: there is no such status.
+        :raises InvalidInput: there is no such status, or no tier of the repository that gives it.
         :raises Closed: this is a forked child, where nothing is captured.
         """
         goal = _goal(status)
         if goal is not Status.CAPTURED:
             self._progress.asked = weakref.ref(self)
+            self._check(goal)
             self._want(self.uid)
         if not self._wait_for(goal, timeout_s):
             why = self._missing(self.uid) or (None if goal is Status.CAPTURED else self._trouble())

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Protocol
 
 from datastates.config import BackPressure
-from datastates.lineage.states import NewState, Run, State, StateFacts, Why
+from datastates.lineage.states import NewState, Run, State, StateFacts, Status, Why
 from datastates.policy.contract import Policy
 from datastates.policy.rules import Best
 from datastates.system.recorder import Recorder
@@ -93,6 +93,12 @@ class Capturing(Protocol):
 
     def missing(self, uid: str) -> str | None:
         """A text for people that says for which ranks a state waits; None if it waits for none."""
+
+    def check_goal(self, goal: Status) -> None:
+        """Check that states of this repository can reach a status.
+
+        :raises InvalidInput: none of its tiers gives it, or a later one.
+        """
 
 
 class Adopting(Protocol):

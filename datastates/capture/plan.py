@@ -25,7 +25,7 @@ from datastates.system.devices import devices
 
 from .routes import HOST, Route, routes_of
 from .shares import Shares, bytes_at, shares_of, tie_of
-from .snapshots import Packing
+from .snapshots import Packing, packing_of
 from .stills import Stills, stills_of
 from .tripwire import SAMPLES, STATE_SAMPLES, Tripwire, Watched
 
@@ -158,15 +158,25 @@ class CopyPlan:
         self.flat = flat
         if self.shares is not None and not self.shares.are_still(leaves):
             return False
+        moved = []
         for source in self.sources:
             leaf = leaves[source.leaf]
-            if not source.is_as_it_was(leaf.tensor) and not self._take_over(source, leaf):
-                return False
-        if not all(leaves[index].tensor is tensor and tie_of(tensor) == key for index, tensor, key in self.aliases):
+            if not source.is_as_it_was(leaf.tensor):
+                if not self._take_over(source, leaf):
+                    return False
+                moved.append(source)
+        if not all(self._is_tied_still(leaves, *alias) for alias in self.aliases):
             return False
+        for device in {devices().of(source.flat) for source in moved if self.packings} & self.packings.keys():
+            self.packings[device] = packing_of(self.routes[device], self.gaps)
         are_dense = all(source.is_dense for source in self.sources)
         self._marks = _Marks([leaf.tensor for leaf in leaves], are_whole=self.shares is None) if are_dense else None
         return True
+
+    def _is_tied_still(self, leaves: Sequence[Leaf], index: int, tensor: torch.Tensor, key: Hashable) -> bool:
+        """Whether a tensor is still the one that was left out, and lies where that lies which is stored for both."""
+        first = self.specs[index].alias
+        return leaves[index].tensor is tensor and tie_of(tensor) == key and first is not None and tie_of(leaves[first].tensor) == key
 
     def refuse_recording(self) -> None:
         """Raise if a graph is being recorded, since nothing that it copies happens now.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -88,7 +89,7 @@ class Register:
         self._lines: dict[str, Line] = {}
         self._failed: dict[str, Line] = {}
         self._left: dict[str, str] = {}
-        self._near: dict[str, Sequence[int]] = {}
+        self._near: dict[str, tuple[Sequence[int], weakref.ref[Progress] | None]] = {}
         """For each durable state that stays off the further tiers, the ranks whose parts this process has."""
         self._write_error: BaseException | None = None
         listener = Listener(
@@ -328,7 +329,7 @@ class Register:
             ranks = (0,) if line is None else line.ranks
             is_near = self._engine.keeps_near(uid)
             if is_near:
-                self._near[uid] = ranks
+                self._near[uid] = ranks, None if progress is None else weakref.ref(progress)
         if not is_near:
             self.journal.pass_on(uid)  # the other ranks may have been told otherwise
             self._copies.put(uid, ranks, progress)
@@ -338,7 +339,8 @@ class Register:
         """Send durable states that were kept near on to the further tiers. Runs under the lock."""
         for uid in uids:
             self.journal.pass_on(uid)
-            self._copies.put(uid, self._near.pop(uid, (0,)), self._progress.get(uid))
+            ranks, progress = self._near.pop(uid, ((0,), None))
+            self._copies.put(uid, ranks, self._progress.get(uid) if progress is None else progress())
 
     def _on_untold(self, uid: str, error: Exception, entry: Entry | None) -> None:
         """Note that the lineage refused, late, a state (which then leaves memory, and its line goes on from the one before) or its replica
@@ -369,7 +371,7 @@ class Register:
             return
         self._lines.pop(uid, None)
         progress = self._progress.pop(uid, None)
-        if progress is not None and not self._copies.is_pending(uid):
+        if progress is not None and uid not in self._near and not self._copies.is_pending(uid):
             progress.give_up(why)
 
     def _forget_left(self, uid: str) -> None:

@@ -20,6 +20,7 @@ from .line import Line
 from .register import Locked, Register
 from .rounds import Rounds
 from .warming import Warmer
+from .watch import Watch
 
 __all__ = ["Questions", "Room"]
 
@@ -38,15 +39,14 @@ _MOST_IN_FLIGHT = 64
 @dataclass(frozen=True, slots=True)
 class Questions:
     """What the runner answers when room is needed. ``post`` asks the engine. ``check_open`` raises when nothing more is captured.
-    ``backlog`` counts recorded states that users' modules have not seen; they keep their memory as captures in flight do. ``is_stuck``
-    says whether the lineage makes no progress, and checks whether a write does. ``skipped`` is called for each capture that was not taken
-    because of either.
+    ``backlog`` counts recorded states that users' modules have not seen; they keep their memory as captures in flight do. ``watch``
+    knows whether the lineage and the disk make progress. ``skipped`` is called for each capture that was not taken because they do not.
     """
 
     post: Callable[[RoomNeeded], list[Action]]
     check_open: Callable[[], None]
     backlog: Callable[[], int]
-    is_stuck: Callable[[], bool]
+    watch: Watch
     skipped: Callable[[], None]
 
 
@@ -67,7 +67,7 @@ class Room:
         self._arena, self._memory, self._warmer, self._rounds = arena, memory, warmer, rounds
         self._register, self._lock, self._changed = register, locked.lock, locked.changed
         self._post, self._check_open, self._backlog = questions.post, questions.check_open, questions.backlog
-        self._is_stuck, self._skipped = questions.is_stuck, questions.skipped
+        self._watch, self._skipped = questions.watch, questions.skipped
         self._next_slots = 0
 
     @property
@@ -105,11 +105,13 @@ class Room:
             if slots is not None or back_pressure is BackPressure.SKIP or (within_s is not None and time.monotonic() - since > within_s):
                 return slots
             is_hopeless = refused is not None and not is_coming
-            if line is not None and line.is_patient and (is_hopeless or self._is_stuck()):
+            if line is not None and line.is_patient and (is_hopeless or self._watch.is_stuck()):
                 self._skipped()
                 return None
             if refused is not None and not is_coming:
                 raise self._refusal(count, refused, line)
+            if line is None or not line.is_patient:
+                self._watch.raise_if_stuck()
             self._check_open()
             self._rounds.hurry()
             self._changed.wait_for(partial(self._may_have, count, in_flight + backlog), _ASK_AGAIN_S)

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 from datastates.config import BackPressure, Config
 from datastates.content.manifest import Manifest
 from datastates.errors import Closed, Conflict, Torn, Unavailable
-from datastates.lineage.states import NewState, Run, State, StateFacts, Why
+from datastates.lineage.states import NewState, Run, State, StateFacts, Status, Why
 from datastates.modules.copies import Copies
 from datastates.modules.own import Own
 from datastates.modules.telling import Skip
@@ -143,7 +143,7 @@ class Runner:
             rounds=self._rounds,
             register=self._register,
             locked=locked,
-            questions=Questions(self._post, self._raise_if_closed, self._backlog, self._watch.is_stuck, self._trouble.note_skipped),
+            questions=Questions(self._post, self._raise_if_closed, self._backlog, self._watch, self._trouble.note_skipped),
         )
         self._memory = memory
         memory.on_let_go = self._changed.ring
@@ -154,7 +154,7 @@ class Runner:
             (self._pulse.beat, self._watch.look, self._warmer.look, lambda: self._trouble.remind(self._engine.pending_writes)),
             (self._register.journal.settle, self._look_at_refs, self._paces.note),
         )
-        self._is_closed = False
+        self._is_closed = self._is_closing = False
         self._is_abandoned = self._has_lost = False
         for thread in self._threads:
             thread.start()
@@ -213,7 +213,7 @@ class Runner:
         with undisturbed():
             try:
                 with self._lock:
-                    self._raise_if_closed()
+                    self._raise_if_closed(is_closing=self._is_closing)
                     self._is_abandoned = False
                     self._rounds.begin()
                     self._register.begin(staged)
@@ -252,6 +252,10 @@ class Runner:
         if progress is not None:
             self._asked[uid] = progress
         self._post(Wanted(uid))
+
+    def check_goal(self, goal: Status) -> None:
+        """See ``Host.check_goal``."""
+        self._copies.check_goal(goal)
 
     def asked(self) -> Collection[str]:
         """The states that a caller asked to become durable, and whose handle it still has."""
@@ -417,6 +421,8 @@ class Runner:
         """
         try:
             if not self._is_closed:
+                with self._lock:
+                    self._is_closing = True  # nothing that is begun from now on would be copied
                 self.stager.close()
                 self.flush()
                 self._settle_parts()
@@ -584,6 +590,6 @@ class Runner:
             self._register.leave(uid, why)
             self.recorder.count("evicted")
 
-    def _raise_if_closed(self) -> None:
-        if self._is_closed:
+    def _raise_if_closed(self, *, is_closing: bool = False) -> None:
+        if self._is_closed or is_closing:
             raise Closed("the repository is closed: open it again to capture")

@@ -20,14 +20,14 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from datastates.content.manifest import Manifest
-from datastates.errors import Corrupt, DatastatesError, NotFound, Unavailable, Unsupported
+from datastates.errors import Corrupt, DatastatesError, InvalidInput, NotFound, Unavailable, Unsupported
 from datastates.lineage.change.replicas import SAFETY, mark
 from datastates.lineage.database import Database
 from datastates.lineage.search import walk
 from datastates.lineage.states import State, Status
 from datastates.store.tier import SupportsManifests, Tier
 from datastates.store.tiers import payload_of
-from datastates.system.logs import event
+from datastates.system.logs import event, reason_of
 from datastates.system.priority import yield_disk
 
 __all__ = ["Copies", "Told"]
@@ -100,6 +100,14 @@ class Copies:
         """How long it took to put the newest state onto all further tiers together, in seconds; None: none was put onto any."""
         return sum(self._took_s.copy().values()) if self._took_s else None
 
+    def check_goal(self, goal: Status) -> None:
+        """Raise unless a tier gives this status, or a later one.
+
+        :raises InvalidInput: none does.
+        """
+        if all(SAFETY[tier.gives] < SAFETY[goal] for tier in (self._durable, *self._further)):
+            raise InvalidInput(f"no tier of this repository makes states {goal}: open it with Config(tiers=[…]), or wait for 'durable'")
+
     def is_pending(self, uid: str) -> bool:
         """Whether a state is still to be put onto a tier, so that this object will tell callers that wait for it."""
         with self._lock:
@@ -127,9 +135,11 @@ class Copies:
         while (turn := self._next()) is not None:
             late = self._late[turn.tier.name]
             late.append(turn)
-            self._work_off(late)
-            self._done += 1
-            self._on_done()
+            try:
+                self._work_off(late)
+            finally:
+                self._done += 1
+                self._on_done()
         for tier in self._further:
             self._give_up(tier, self._late[tier.name])
         self._look()
@@ -161,15 +171,14 @@ class Copies:
                 _logger.warning("state %s is not put onto the %s tier: %s", turn.uid, turn.tier.name, exc)
                 turn.give_up(f"state {turn.uid} is not put onto the {turn.tier.name} tier: {exc}")
                 is_whole = True  # as far as it goes
-            except Exception as exc:  # a tier of the user's may raise anything; it is tried again
+            except BaseException as exc:  # a tier of the user's may raise anything; it is tried again
                 newest = late[-1]  # those before it were told when they came
-                said = f"state {newest.uid} is durable and not on the {turn.tier.name} tier: {exc}; it is tried again with the next"
+                why = reason_of(exc)
+                said = f"state {newest.uid} is durable and not on the {turn.tier.name} tier: {why}; it is tried again with the next"
                 if newest.told is not None:
                     newest.told.hold_up(Unavailable(said))
                 if not was_late:
-                    _logger.warning(
-                        "%s", said, exc_info=exc, extra=event("tier.away", tier=turn.tier.name, state=newest.uid, reason=str(exc))
-                    )
+                    _logger.warning("%s", said, exc_info=exc, extra=event("tier.away", tier=turn.tier.name, state=newest.uid, reason=why))
                 return
             late.popleft()
             if is_whole:

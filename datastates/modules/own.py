@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from datastates.errors import ModuleFailed
 from datastates.lineage.states import State
 from datastates.store.roles import CaptureTier
-from datastates.system.logs import event
+from datastates.system.logs import event, reason_of
 
 from .contract import Module
 from .item import HeldItem
@@ -97,7 +97,9 @@ class Own:
 
     def _note(self, module: Module, turn: _Turn, error: BaseException) -> None:
         state = turn.item.state
-        failed = ModuleFailed(f"module {module.name!r} failed on state {state.uid} (step {state.step}): {error!r}; the state is kept")
+        failed = ModuleFailed(
+            f"module {module.name!r} failed on state {state.uid} (step {state.step}): {reason_of(error, repr)}; the state is kept"
+        )
         failed.__cause__ = error
         turn.on_failed(failed)
         if module.name not in self._failed:

@@ -10,9 +10,10 @@ from __future__ import annotations
 import json
 import logging
 import math
+from collections.abc import Callable
 from datetime import UTC, datetime
 
-__all__ = ["JsonLines", "event"]
+__all__ = ["JsonLines", "event", "reason_of"]
 
 _PLAIN = frozenset({*vars(logging.makeLogRecord({})), "message", "asctime"})
 
@@ -20,6 +21,15 @@ _PLAIN = frozenset({*vars(logging.makeLogRecord({})), "message", "asctime"})
 def event(name: str, /, **fields: object) -> dict[str, object]:
     """The ``extra`` of a call of a logger: the event's stable name and its fields; ``docs/guide/observing.md`` lists them."""
     return {"event": name, **fields}
+
+
+def reason_of(error: BaseException, spell: Callable[[BaseException], str] = str) -> str:
+    """What an error of a user's code says; the name of its type if it says nothing, or cannot say it."""
+    try:
+        said = spell(error)
+    except Exception:  # its own methods may raise anything
+        said = ""
+    return said or type(error).__name__
 
 
 class JsonLines(logging.Formatter):

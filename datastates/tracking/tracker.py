@@ -267,7 +267,15 @@ class Tracker:
         arriving = Arriving.of(late, flat)
         progress = Progress(uid)
         host = self._host  # a handle must not keep the tracker alive
-        handle = Capture(progress, self.step, want=host.want, hurry=host.hurry, trouble=lambda: host.trouble, missing=host.missing)
+        handle = Capture(
+            progress,
+            self.step,
+            want=host.want,
+            hurry=host.hurry,
+            trouble=lambda: host.trouble,
+            missing=host.missing,
+            check=host.check_goal,
+        )
         slots = self._host.acquire(plan.slot_count, self._back_pressure, line=training.line)
         if slots is None:
             host.recorder.count("skipped")

@@ -262,6 +262,22 @@ def test_a_mute_database_stops_neither_the_training_nor_its_end(tmp_path: Path, 
         repo.close()
 
 
+def test_a_mute_database_is_an_error_for_a_training_that_wants_its_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "STALL_S", 0.2)
+    monkeypatch.setattr(watch, "STUCK_S", 0.2)
+    repo = opened(tmp_path, 4, every=None, on_failure=OnFailure.RAISE)
+    with FaultyDatabase(repo) as database:
+        run, words = begin(repo)
+        capture(run, words)[0].wait(timeout_s=60)
+        database.stall()
+        with pytest.raises(Unavailable, match=r"captures are not recorded: asking the lineage .* has made no progress"):
+            capture(run, words, 12)
+        monkeypatch.undo()  # what comes now may take its time
+        database.mend()
+        repo.flush()
+        repo.close()
+
+
 def test_what_a_trouble_has_cost_is_said_seldom(caplog: pytest.LogCaptureFixture) -> None:
     now = [0.0]
     one = trouble.Trouble(clock=lambda: now[0])

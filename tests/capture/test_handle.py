@@ -13,7 +13,7 @@ import datastates
 from datastates.capture import handle
 from datastates.config import Config
 from datastates.content.manifest import CHUNK_BYTES
-from datastates.errors import Conflict, InvalidInput, OverBudget, Unavailable
+from datastates.errors import Closed, Conflict, InvalidInput, OverBudget, Unavailable
 from datastates.lineage.states import Status
 from datastates.repository import Repository
 from datastates.testing import fail_at
@@ -281,6 +281,58 @@ def test_a_state_that_can_never_fit_is_refused_with_the_budget_it_needs(opened: 
         too_big.capture()
     run, _, _ = track(repo)
     assert run.capture().wait(timeout_s=60).step == 1
+
+
+@pytest.mark.parametrize("status", ["replicated", "external"])
+def test_a_status_that_no_tier_gives_is_refused(opened: Callable[..., Repository], status: str) -> None:
+    run, _, _ = track(opened(4))
+    with pytest.raises(InvalidInput, match=rf"no tier of this repository makes states {status}: open it with Config\(tiers="):
+        run.capture().wait(status)
+
+
+def test_a_capture_that_comes_while_the_repository_closes_is_refused_and_the_end_does_not_wait_for_it(
+    opened: Callable[..., Repository],
+) -> None:
+    class Slow:
+        """An object whose state is there once the repository has begun to close."""
+
+        is_slow = False
+
+        def state_dict(self) -> dict[str, int]:
+            if self.is_slow:
+                began.set()
+                assert ended.wait(60)
+            return {}
+
+        def load_state_dict(self, state: object) -> None:
+            pass
+
+    began, ended, errors = threading.Event(), threading.Event(), list[str]()
+    repo, slow = opened(4), Slow()
+    run = repo.track(branch="slow", weight=torch.zeros(3), slow=slow, rng=False)
+    run.capture().wait(timeout_s=60)
+    stager = repo.core.host().stager  # type: ignore[attr-defined]  # the host of this process
+    slow.is_slow = True
+
+    def train() -> None:
+        try:
+            run.capture()
+        except Closed as error:
+            errors.append(str(error))
+
+    training = threading.Thread(target=train)
+    training.start()
+    assert began.wait(60)
+    close = stager.close
+
+    def closing() -> None:
+        close()
+        ended.set()
+        training.join()
+
+    stager.close = closing
+    repo.close()
+    assert errors == ["the repository is closed: open it again to capture"]
 
 
 def test_whoever_waits_says_so_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:

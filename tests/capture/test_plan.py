@@ -159,6 +159,21 @@ def test_a_change_of_layout_is_noticed_and_a_new_plan_is_right(
     assert_comes_back(compile_plan(flat), sources, arena, stager)
 
 
+@pytest.mark.parametrize("is_by_data", [False, True])
+def test_two_tensors_that_were_one_are_stored_apart_once_the_first_is_another(is_by_data: bool, arena: Arena, stager: Stager) -> None:
+    first = torch.randn(300)
+    sources = [first, first.detach()]
+    plan = plan_of(*sources)
+    assert plan.refresh(flatten(sources, plan.flat))
+    if is_by_data:
+        first.data = first + 1
+    else:
+        sources[0] = first + 1
+    flat = flatten(sources, plan.flat)
+    assert not plan.refresh(flat)
+    assert_comes_back(compile_plan(flat), sources, arena, stager)
+
+
 def test_a_complex_tensor_conjugated_in_place_is_noticed(arena: Arena, stager: Stager) -> None:
     source = torch.randn(300, 300, dtype=torch.complex64)
     plan = plan_of(source, deferred=True)

@@ -115,6 +115,23 @@ def test_no_update_waits_for_what_is_kept_on_the_device(lateness: Lateness, open
     assert (late.fenced, alone.fenced) == (FIRST + is_large, STEPS - 1 + STEPS * is_large)
 
 
+def test_a_tensor_that_is_another_at_each_step_is_packed_anew(opened: Open) -> None:
+    late, repo = LateDevices(Lateness.BOTH), opened(STEPS * 2)
+    (model, optimizer), expected, captures = build(), [], []
+    model.register_buffer("average", torch.zeros(64))
+    late.put(model)
+    with late.running(), repo.track(model=model, optimizer=optimizer) as run:
+        for number in range(STEPS):
+            step(model, optimizer, number, lambda batch: late.put(batch.clone()))
+            model.average = late.put(torch.full((64,), float(number)))
+            captures.append(run.capture())
+            expected.append(float(number))
+        late.schedule.catch_up()
+        stored = [repo.load(capture.wait(timeout_s=30).uid)["model"]["average"] for capture in captures]
+    assert [float(each.mean()) for each in stored] == expected
+    assert repo.stats().activity.snapshots
+
+
 def test_what_is_not_deferred_is_not_waited_for_either(opened: Open) -> None:
     late = Watched(Lateness.COPIES)
     assert check(opened(STEPS * 2), late, is_deferring=False) == STEPS - FIRST

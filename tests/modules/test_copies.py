@@ -122,6 +122,33 @@ def test_a_tier_that_fails_is_tried_again_with_the_next_state(
     assert said[-1] == "the archive tier takes states again"
 
 
+class Mute(BaseException):
+    """What foreign code may raise: no ``Exception``, and nothing that can be said."""
+
+    def __str__(self) -> str:
+        raise ArithmeticError
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), Mute()], ids=lambda error: type(error).__name__)
+def test_a_tier_that_ends_its_thread_does_not(
+    tmp_path: Path, error: BaseException, archive: Failing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(payload: Payload, *, base: object = None) -> Placed:
+        raise error
+
+    with datastates.open(tmp_path, config=Config(tiers=[archive], memory_bytes=32 << 20)) as repo:
+        with repo.track(weight=torch.zeros(8), rng=False) as run, monkeypatch.context() as away:
+            away.setattr(archive, "put", refuse)
+            first = run.capture()
+            first.wait("durable", PATIENCE_S)
+            repo.core.host().drain()
+            with pytest.raises(Unavailable, match=r"is durable and not on the archive tier: (3|Mute); it is tried again"):
+                first.wait("external", PATIENCE_S)
+            away.undo()
+            run.capture().wait("external", PATIENCE_S)
+        assert archive.has(first.uid)
+
+
 def test_a_state_that_has_rotted_is_not_put_further_and_holds_up_no_other(
     repo: Repository, run: Tracker, archive: Failing, model: torch.nn.Module
 ) -> None:
@@ -254,3 +281,20 @@ def test_a_policy_lets_some_states_go_on_and_keeps_others_near_until_they_are_ta
         assert archive.has(near[0])
         assert not archive.has(near[1])
         states[-1].wait("external", PATIENCE_S)
+
+
+def test_a_state_that_was_kept_near_and_left_memory_goes_on_when_somebody_waits_for_it(tmp_path: Path, archive: Failing) -> None:
+    config = Config(tiers=[archive], memory_bytes=32 << 20, memory_latest=1, cadence=EveryFourthFurther(1, None))
+    with datastates.open(tmp_path, config=config) as repo, repo.track(weight=torch.zeros(8), rng=False) as run:
+        while run.cadence.costs is None:
+            run.capture().wait("durable", PATIENCE_S)
+        states = [run.capture() for _ in range(9)]
+        repo.core.host().drain()
+        near = next(state for state in states[:-1] if not archive.has(state.uid))
+        captured = repo.core.tiers.captured
+        assert captured is not None
+        while captured.has(near.uid):
+            run.capture().wait("durable", PATIENCE_S)
+        assert near.status is Status.DURABLE
+        assert near.wait("external", PATIENCE_S).status is Status.EXTERNAL
+        assert archive.has(near.uid)

@@ -246,7 +246,14 @@ def test_a_module_that_raises_loses_no_state_and_its_error_is_said_once_and_kept
     assert said.startswith("module 'bad' failed on state")
 
 
-@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt()])
+class Mute(Exception):
+    """What foreign code may raise: an error that cannot be shown."""
+
+    def __repr__(self) -> str:
+        raise ArithmeticError
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), Mute()], ids=lambda error: type(error).__name__)
 def test_a_module_that_ends_its_thread_does_not(opened: Opening, error: BaseException) -> None:
     seen: list[int] = []
 
