@@ -20,9 +20,10 @@ import transformers
 from transformers import EarlyStoppingCallback, Trainer
 
 from datastates.errors import Unsupported
-from datastates.objects.passes import Pass, parts_of
+from datastates.objects.passes import Pass
 from datastates.objects.prepared import put_mark
 from datastates.objects.rng import RngState
+from datastates.objects.sources import parts_of
 
 from .trainer_state import TrainerLoop
 

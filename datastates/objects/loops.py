@@ -11,7 +11,8 @@ from torch.utils.data import DataLoader
 from datastates.errors import InvalidInput
 from datastates.system.notices import say
 
-from .passes import Pass, parts_of, set_epoch
+from .passes import Pass
+from .sources import parts_of, set_epoch
 
 __all__ = ["LOOPS", "Loops", "divided_again", "divides_its_loader"]
 
@@ -43,8 +44,13 @@ class Loops:
         self._is_put_back = self._drops_rest = self._is_lost = False
         self._has_passes = False
         self._left: list[Mapping[str, Any]] = []
+        self._last: list[Pass] = []
         self._captured_bare: int | None = None
+        self._captured_over: int | None = None
         self._said: set[str] = set()
+        self._aside: list[Pass] = []
+        self._spanning: list[Pass] = []
+        self._is_stopped = self._is_here = self._leaves_rest = False
 
     @property
     def is_counting(self) -> bool:
@@ -53,18 +59,29 @@ class Loops:
 
     def state_dict(self) -> dict[str, object]:
         """Plain values; small."""
-        going = [*(each.place for each in self._passes), *self._waiting]
-        is_within = not all(place["is_over"] for place in going)
-        if not self.is_counting:
-            places = [place for place in going if not place["is_over"]]
-            left = [] if places else self._left_behind()
-            return {"epoch": self.epoch if self._has_counted else None, "passes": places, "is_left": False, "left": left}
-        if is_within or (not going and self._has_passes):
-            return {"epoch": self.epoch, "passes": going, "is_left": self._drops_rest, "left": self._left}
-        if not going:
-            self._note_bare_capture()
-        is_left = any(each.is_left for each in self._passes)
-        return {"epoch": self.epoch + 1, "passes": [], "is_left": is_left, "left": self._left_behind()}
+        going = self._going()
+        if self.is_counting or self._is_stopped:
+            if _is_within(going) or (not going and self._has_passes) or self._is_stopped:
+                is_left = self._drops_rest or self._leaves_rest
+                return {"epoch": self.epoch, "passes": going, "is_left": is_left, "left": _if_any(self._left_by_last())}
+            if not going:
+                self._note_bare_capture()
+            is_left, self._captured_over = self._leaves_rest or _leave_rest(self._passes), self.epoch
+            return {"epoch": self.epoch + 1, "passes": _asides(going), "is_left": is_left, "left": self._left_behind()}
+        places = [*(place for place in going if not place["is_over"] and "spans" not in place), *_asides(going)]
+        left = [] if places else self._left_behind()
+        is_left = self._has_counted and not places and (self._leaves_rest or _leave_rest(self._passes))
+        return {"epoch": self.epoch if self._has_counted else None, "passes": places, "is_left": is_left, "left": left}
+
+    def _going(self) -> list[Mapping[str, Any]]:
+        """The places of this epoch's passes, in the order in which they began; last, those of passes that went on from an earlier epoch."""
+        found = [self._place_of(each) for each in self._passes]
+        aside = [{**self._place_of(each), "is_aside": True} for each in self._aside if each.spans and not each.is_over]
+        return [*found, *self._waiting, *aside]
+
+    def _place_of(self, turn: Pass) -> Mapping[str, Any]:
+        place = turn.last_place if self._is_stopped else turn.place
+        return {**place, "spans": turn.order} if turn.spans else place
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to where ``state`` was taken; ``{}``: the state does not say. Must come before loaders are restored, which are told the
@@ -76,7 +93,8 @@ class Loops:
         self._waiting, self._passes = list(state.get("passes", ())), []
         self._drops_rest = bool(state.get("is_left", False))
         self._left = list(state.get("left", ()))
-        self._is_put_back, self._captured_bare = True, None
+        self._is_put_back, self._captured_bare, self._captured_over = True, None, None
+        self._aside, self._last, self._is_stopped, self._is_here, self._leaves_rest = [], [], False, False, False
         self.version += 1
         if epoch is not None:
             for loader in self._tracked():
@@ -90,8 +108,11 @@ class Loops:
 
     @property
     def batch(self) -> int:
-        """How many batches of the pass that began last came before the current one."""
-        return max(0, self._passes[-1].batches - 1) if self._passes else 0
+        """How many batches of the pass that began last came before the current one; one that goes on from epoch to epoch counts if there is
+        no other.
+        """
+        found = [each for each in self._passes if not each.spans] or self._passes
+        return max(0, found[-1].batches - 1) if found else 0
 
     def begin_elsewhere(self, *, is_between: bool) -> None:
         """Note that other code counts the epochs; ``is_between``: a new one begins."""
@@ -101,8 +122,11 @@ class Loops:
 
     def _left_behind(self) -> list[Mapping[str, Any]]:
         """What each pass of the epoch leaves for the same pass of the next epoch."""
-        left: list[Mapping[str, Any]] = [each.left_behind for each in self._passes] or self._left
-        return [*left] if any(left) else []
+        return _if_any([*(each.left_behind for each in self._passes if each.is_over), *self._left_by_last()])
+
+    def _left_by_last(self) -> list[Mapping[str, Any]]:
+        """What the last epoch left for the passes of this one that have not begun."""
+        return self._left or [each.left_behind for each in self._last]
 
     def send_back(self) -> None:
         """Have running loops begin again, because the place in the data was changed."""
@@ -114,27 +138,62 @@ class Loops:
             self._warn("lost", "the state does not say which epoch it is of: run.epochs begins with epoch 0")
         if self.epoch >= epochs:
             say(f"nothing is left to do: {self.epoch} of {epochs} epochs are done; raise run.epochs({epochs}) to go on")
+        if self._is_stopped:
+            left = [each for each in self._passes if each.is_over]
+            self._waiting = [*map(self._place_of, left), *self._waiting]
+            self._passes = [each for each in self._passes if not each.is_over]
+            self._is_stopped, self._is_here = False, True
         self.is_used = self._has_counted = True
         me = self._counting = object()
         try:
             while self.epoch < epochs:
-                self._passes, self._is_put_back = [], False
-                yield self.epoch
+                self._set_aside()
+                self._is_put_back = False
+                try:
+                    yield self.epoch
+                except GeneratorExit:
+                    if self._counting is me:
+                        self._stop()
+                    raise
                 if self._counting is not me:
                     raise InvalidInput("another run.epochs was begun inside this one: one of them counts the epochs")
                 if not self._is_put_back:
-                    self.epoch, self._waiting = self.epoch + 1, []
-            self._passes = []
+                    self.epoch, self._waiting, self._is_here = self.epoch + 1, _asides(self._waiting), False
+            self._set_aside()
         finally:
             if self._counting is me:
                 self._counting = None
 
-    def batches(self, source: Iterable[Any], *, is_resumed: bool) -> Iterator[Any]:
-        """The batches of one pass over ``source``, from where it was left; if a state is restored meanwhile, from that state's place."""
+    def _set_aside(self) -> None:
+        """Begin another epoch: passes that are not over may go on in it."""
+        if over := [each for each in self._passes if each.is_over]:
+            self._leaves_rest = _leave_rest(over)
+            self._last, self._left = over, []
+        self._aside = [each for each in (*self._aside, *self._passes) if not each.is_over]
+        self._passes = []
+
+    def _stop(self) -> None:
+        """Note that the epochs were left: at the end of one if its passes were over, else within it. It may be the end of the interpreter,
+        when no module has its globals any more.
+        """
+        passes = [each for each in self._passes if not each.spans] or self._passes
+        left: list[object] = [each for each in passes if each.is_left]
+        left += [place for place in self._waiting if not place["is_over"] and "spans" not in place]
+        if self._captured_over == self.epoch or (passes and not left):
+            self.epoch += 1
+        else:
+            self._is_stopped = True
+
+    def batches(self, source: Iterable[Any], *, is_resumed: bool, is_outside: bool = False) -> Iterator[Any]:
+        """The batches of one pass over ``source``, from where it was left; if a state is restored meanwhile, from that state's place.
+        ``is_outside``: it was asked for before the epochs began, and may go on from one to the next.
+        """
         tracked = list(self._tracked())
         ids = set(map(id, tracked))
-        turn = Pass(source, lambda part: id(part) in ids, tracked)
+        turn = Pass(source, lambda part: id(part) in ids, tracked, self._said)
         self._begin_turn(turn, is_resumed=is_resumed)
+        if self.is_counting and (is_outside or any(each.is_same(turn) for each in self._spanning)):
+            self._span(turn)
         try:
             while True:
                 version = self.version
@@ -142,10 +201,12 @@ class Loops:
                     yield batch
                     if version != self.version and turn.is_repeatable:
                         break
+                    if turn in self._aside:
+                        self._take_up(turn)
                 else:
                     return
                 if turn not in self._passes:
-                    self._passes.append(turn)
+                    self._add(turn)
         finally:
             turn.leave()
 
@@ -163,8 +224,47 @@ class Loops:
                     "this training was resumed, and run.steps begins its data again: `for epoch in range(n)` counts from 0 again; loop over"
                     " run.epochs(n), which goes on in the right epoch (a loop that ends by run.step is right as it is)",
                 )
-            self._passes = [each for each in self._passes if not each.is_over]
-        self._passes = [*(each for each in self._passes if each.is_over or not each.is_same(turn)), turn]
+            self._passes, self._is_stopped = [each for each in self._passes if not each.is_over], False
+        self._passes = [each for each in self._passes if each.is_over or not each.is_same(turn)]
+        self._aside = [each for each in self._aside if not each.is_same(turn)]
+        self._add(turn)
+
+    def _add(self, turn: Pass) -> None:
+        turn.order = len([each for each in self._passes if not each.is_same(turn)])
+        self._passes.append(turn)
+        self._captured_over = None
+
+    def _take_up(self, turn: Pass) -> None:
+        """Count a pass that goes on in another epoch than it began among the passes of this one."""
+        self._aside.remove(turn)
+        self._add(turn)
+        if self.is_counting and not turn.spans:
+            self._warn(
+                "spans",
+                f"a pass of run.steps that began within an epoch goes on in epoch {self.epoch}: a training that is resumed from the end of"
+                " the epoch in which it began begins it again; call run.steps for it before run.epochs, and its place is kept",
+            )
+            self._span(turn)
+
+    def _span(self, turn: Pass) -> None:
+        turn.spans = True
+        self._spanning = [*(each for each in self._spanning if not each.is_same(turn)), turn]
+
+    def _claim(self, turn: Pass) -> Mapping[str, Any] | None:
+        """The restored place from which a pass goes on; None: it begins. The passes of an epoch begin in the same order again."""
+
+        def is_fit(place: Mapping[str, Any]) -> bool:
+            return turn.is_like(place) and (turn.order >= place["spans"] or not self.is_counting)
+
+        found = [place for place in self._waiting if not place.get("is_aside") or is_fit(place)]
+        if not self.is_counting:
+            found.sort(key=lambda place: "spans" not in place or not turn.is_like(place))  # it had begun before the epochs
+        if not found:
+            return None
+        self._waiting = [place for place in self._waiting if place is not found[0]]
+        if "spans" in found[0]:
+            self._span(turn)
+        return found[0]
 
     def _has_been_through(self) -> bool:
         return bool(self._passes) and all(each.is_over for each in self._passes)
@@ -173,15 +273,17 @@ class Loops:
         """Iterate over what is left of the pass."""
         self._is_put_back = False
         epoch = self.epoch if self.is_counting else None
-        place = self._waiting.pop(0) if self._waiting else None
+        place = self._claim(turn)
         if place is not None and place["is_over"]:
             turn.recall(place.get("begin", {}))
-        left, self._left = self._left[:1], self._left[1:]
-        if place is None and left:
-            turn.recall(left[0])
+        if place is None:
+            left, self._left, self._last = self._left[:1], self._left[1:], self._last[1:]
+            for each in left:
+                turn.recall(each)
+        self._leaves_rest = False
         if place is not None:
             is_empty = True
-            for batch in (None if place["is_over"] else turn.go_on(place, epoch)) or ():
+            for batch in (None if place["is_over"] else turn.go_on(place, epoch, is_here=self._is_here)) or ():
                 is_empty = False
                 yield batch
             if not is_empty or self.is_counting or not turn.is_repeatable:
@@ -202,6 +304,25 @@ class Loops:
         if kind not in self._said:
             self._said.add(kind)
             _logger.warning("%s", text)
+
+
+def _is_within(going: list[Mapping[str, Any]]) -> bool:
+    """Whether an epoch is not over. A pass that goes on from epoch to epoch does not hold it up, unless it began as the first."""
+    first = going[:1] and "spans" not in going[0]
+    return any(not place["is_over"] and not (first and "spans" in place) for place in going)
+
+
+def _leave_rest(passes: list[Pass]) -> bool:
+    return any(each.is_left and each.is_over for each in passes)
+
+
+def _if_any(left: list[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    return left if any(left) else []
+
+
+def _asides(going: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The places of passes that go on in the next epoch."""
+    return [{**place, "is_aside": True} for place in going if "spans" in place and not place["is_over"]]
 
 
 def divides_its_loader(state: Mapping[str, Any] | None) -> bool:

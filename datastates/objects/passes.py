@@ -6,83 +6,105 @@ import itertools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from enum import Enum, auto
 from types import GeneratorType
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, Sampler
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler
 
 from datastates.errors import InvalidInput
 
 from .adapters import has_state
 from .generators import is_generator, load_generator, state_of, tensor_of
-from .prepared import count_pass, is_prepared, is_stateful, mark_of, put_mark, reads_ahead, resume_afresh, sampler_of, start_afresh
+from .prepared import count_pass, is_prepared, is_stateful, mark_of, put_mark, reads_ahead, resume_afresh, start_afresh
 from .rng import RngState
 from .sampler import Batches, PermutationSampler
+from .sources import (
+    Kind,
+    batch_size,
+    handed_out_by,
+    holds_begun_iterator,
+    is_ordered_by_epoch,
+    kind_of,
+    length_of,
+    parts_of,
+    progress_of,
+    set_epoch,
+    size_of,
+)
 
-__all__ = ["Pass", "is_ordered_by_epoch", "keeping_generators", "parts_of", "set_epoch"]
+__all__ = ["Pass", "keeping_generators"]
 
 _logger = logging.getLogger(__name__)
-
-_WITHIN = ("sampler", "batch_sampler", "iterable", "dataloader", "_dataloader")
-"""The attributes in which loaders, and their wrappers (tqdm, Lightning's Fabric), keep what they draw from."""
-
-
-class _Kind(Enum):
-    KEEPS = auto()  # something tracked knows the place
-    AHEAD = auto()  # a tracked sampler knows what workers, or a loader reading ahead, have fetched: it is told what was handed out
-    REPLAYED = auto()  # begun again from the same random numbers, and the batches that were handed out are dropped
-    ONCE = auto()  # an iterator: its place cannot be known
-
 
 _LOOKS = 16
 """How many batches of a pass are checked for random numbers drawn by reading ahead; each check costs a quarter of a millisecond."""
 
-_BEGUN_AGAIN = (_Kind.REPLAYED, _Kind.AHEAD)
+_BEGUN_AGAIN = (Kind.REPLAYED, Kind.AHEAD)
 
 
 class Pass:
     """One iteration over ``source``, from ``place`` on if one is given; ``place`` then says how far it has come.
 
+    ``order`` and ``spans`` are for who counts epochs: how many others began before it in its epoch, and whether it may go on in the next.
     A DataLoader draws the seed of its workers from torch's generator when its iterator is made. A pass that goes on had done so before
     its state was taken: the generators are put back to where they were before anything is drawn on the way to the place.
     """
 
-    def __init__(self, source: Iterable[Any], is_tracked: Callable[[object], bool], tracked: Iterable[object]) -> None:
+    def __init__(
+        self, source: Iterable[Any], is_tracked: Callable[[object], bool], tracked: Iterable[object], said: set[str] | None = None
+    ) -> None:
         self._source, self._tracked = source, tracked
+        self._said = set() if said is None else said
         self._parts = parts_of(source)
-        self._loader = next((part for part in self._parts if isinstance(part, DataLoader)), None)
         keepers = [part for part in self._parts if is_tracked(part)]
-        self._kind = _kind_of(source, keepers, self._loader)
+        loaders = [source] if isinstance(source, DataLoader) else [part for part in self._parts if isinstance(part, DataLoader)]
+        self._loaders, self._loader = loaders, loaders[0] if loaders else None
+        self._kind = kind_of(source, keepers, loaders)
         self._sampler = next((part for part in keepers if isinstance(part, PermutationSampler)), None)
-        self._told = self._sampler if self._kind is _Kind.AHEAD else None
+        self._told = self._sampler if self._kind is Kind.AHEAD else None
         self._is_torchdata = any(type(part).__module__.startswith("torchdata.stateful_dataloader") for part in keepers)
-        self._length = _length_of(source, self._parts)
+        self._kept_loaders = [part for part in keepers if isinstance(part, DataLoader) and not is_prepared(part)]
+        self._wraps = not isinstance(source, DataLoader) and len(loaders) == 1
+        self._length, self._size = length_of(source, self._parts), size_of(source, self._loader)
         self._prepared = next((part for part in self._parts if is_prepared(part)), None)
         self._watches = self._prepared is not None and reads_ahead(self._prepared) and self._prepared.num_workers == 0
         self._begin: Mapping[str, Any] = {}
         self._before_ahead: dict[str, object] | None = None
         self._is_drawing = self._has_drawn_order = False
-        self.batches = 0
-        self.is_over = self.is_left = False
-        if self._kind is _Kind.ONCE and not isinstance(source, GeneratorType):
-            _logger.warning(
-                "run.steps is given %s, whose place in the data is not known: a training that is resumed begins it again;"
-                " pass the loader itself, as in enumerate(run.steps(loader))",
-                type(source).__name__,
+        self._hidden: list[tuple[object, object]] = []
+        self._is_first = self._is_fresh = False
+        self._begun_at = 0
+        self.batches = self.order = 0
+        self.is_over = self.is_left = self.spans = False
+        is_within = holds_begun_iterator(self._parts)
+        if is_within or (self._kind is Kind.ONCE and not isinstance(source, GeneratorType)):
+            self._warn(
+                "an iterator",
+                f"run.steps is given {type(source).__name__}{' around an iterator' if is_within else ''}, whose place in the data is not"
+                " known: a training that is resumed begins it again; pass the loader itself, as in enumerate(run.steps(loader))",
             )
 
     @property
     def place(self) -> dict[str, object]:
         """Plain values that lead back here, in another process too."""
-        place: dict[str, object] = {"batches": self.batches, "is_over": self.is_over, "length": self._length}
+        return self._place(is_over=self.is_over)
+
+    @property
+    def last_place(self) -> dict[str, object]:
+        """The place of a pass whose loop was left, as it was in that loop."""
+        return self._place(is_over=not self.is_left)
+
+    def _place(self, *, is_over: bool) -> dict[str, object]:
+        place: dict[str, object] = {"batches": self.batches, "is_over": is_over, "length": self._length}
+        if self._size:
+            place["size"] = self._size
         if self._loader is not None:
             place["workers"] = self._loader.num_workers
         if any(isinstance(part, DistributedSampler) for part in self._parts):
-            place["batch_size"] = _batch_size(self._loader)
-        begin = self.left_behind if self.is_over else self._begin
-        if self._before_ahead is not None and not self.is_over:
+            place["batch_size"] = batch_size(self._loader)
+        begin = self.left_behind if is_over else self._begin
+        if self._before_ahead is not None and not is_over:
             place["before_ahead"] = self._before_ahead
         return {**place, "begin": begin} if begin else place
 
@@ -114,28 +136,41 @@ class Pass:
         if epoch is not None:
             for part in self._parts:
                 set_epoch(part, epoch)
+        self._look(is_fresh=True)
         if self._prepared is not None:
             start_afresh(self._prepared)
         elif drop and self._is_torchdata:
-            iter(self._source)  # the iterator that restoring made
+            for loader in self._kept_loaders or (self._source,):
+                iter(loader)  # the iterator that restoring made
         if self._kind in _BEGUN_AGAIN or self._is_prepared_keeper:
             self._begin = self._snapshot()
         return self._counted(self._held())
 
-    def go_on(self, place: Mapping[str, Any], epoch: int | None) -> Iterator[Any] | None:
-        """The batches after ``place``; None if there are none, as far as can be told before asking for one."""
+    def go_on(self, place: Mapping[str, Any], epoch: int | None, *, is_here: bool = False) -> Iterator[Any] | None:
+        """The batches after ``place``; None if there are none, as far as can be told before asking for one. ``is_here``: an earlier pass of
+        this process was left there, and nothing was restored.
+        """
         self.batches, self.is_over, self.is_left = int(place["batches"]), False, True
-        is_used_up, self._begin = self._is_used_up(), place.get("begin", {})
+        self._begin = place.get("begin", {})
+        self._look(is_fresh=False)
         if "replicas" in place:
             return self._divided(place, epoch)
-        if self._kind is _Kind.REPLAYED:
-            if place.get("length") != self._length or not self._begin:
+        is_found, again = self._recount(place)
+        is_used_up = self._is_used_up()
+        if self._kind is Kind.REPLAYED:
+            if not is_found or not self._begin:
                 _logger.warning(
                     "the state was taken after %d batches of a loader of %s, and run.steps is given one of %s: it begins with its first"
                     " batch; give it the same loader as then",
-                    self.batches, place.get("length"), self._length,
+                    place["batches"], _described(place.get("length"), place), _described(self._length, self._place(is_over=False)),
                 )  # fmt: skip
                 return self.begin(epoch)
+            if again:
+                _logger.warning(
+                    "the state was taken after %d batches of %d, and a batch has %d now, which does not divide what was used: the last %d"
+                    " samples of it come again",
+                    place["batches"], place.get("size", place.get("batch_size")), self._size, again,
+                )  # fmt: skip
             if is_used_up and not self._has_own_state():
                 self._count_pass()
                 return None
@@ -143,15 +178,48 @@ class Pass:
         if is_used_up and not (self._is_prepared_keeper and self._begin.get("generators")):
             self._count_pass()
             return None
-        if self._kind is _Kind.AHEAD and self._is_order_as_begun():
+        if self._kind is Kind.AHEAD and self._leads_to_sampler():
             return self._counted(self._replay(place))
         if self._is_prepared_keeper and self._begin:
             return self._counted(self._resumed())
-        if self._kind is _Kind.ONCE:
+        if self._kind is Kind.ONCE:
             _logger.warning("run.steps is given a generator, whose place is not known: make it begin after batch %d", self.batches)
         with keeping_generators(self._tracked):
+            for loader in self._kept_loaders if is_here else ():
+                loader.load_state_dict(loader.state_dict())  # type: ignore[attr-defined]  # it is tracked
+            for loader in self._kept_loaders if self._wraps else ():
+                loader.state_dict()  # type: ignore[attr-defined]  # it makes its iterator, which a wrapper would do with the first batch
             iterator = self._held()
-        return self._counted(iterator)
+        return self._counted(self._unseeded(iterator) if self._wraps and self._kind is Kind.KEEPS else iterator)
+
+    def _recount(self, place: Mapping[str, Any]) -> tuple[bool, int]:
+        """Count the batches of a place in those of the present size. Returns whether the place is found again, and how many samples before
+        it come again.
+        """
+        size, length = int(place.get("size", place.get("batch_size", 0))), place.get("length")
+        is_streamed = any(isinstance(part, IterableDataset) for part in self._parts)
+        workers = 1 if self._loader is None else max(1, self._loader.num_workers)
+        if is_streamed and max(1, place.get("workers", workers)) != workers:
+            return False, 0  # each worker has its own share of the stream
+        if not size or not self._size or size == self._size:
+            return length == self._length, 0
+        is_whole = length is not None and self.batches >= length
+        self.batches, again = divmod(self.batches * size, self._size)
+        if is_whole and self._length is not None:
+            self.batches, again = self._length, 0
+        if isinstance(self._source, Batches):
+            return self._source.epochs == 1, again
+        is_in_order = len(self._loaders) == 1 and batch_size(self._loader) > 0 and not (is_streamed and workers > 1)
+        return is_in_order and self.is_like(place), again
+
+    def is_like(self, place: Mapping[str, Any]) -> bool:
+        """Whether the place may be one in the same data, as far as their length tells."""
+        length, size = place.get("length"), place.get("size", place.get("batch_size", self._size))
+        if length is None or self._length is None or size == self._size:
+            return bool(length == self._length)
+        sampler: Any = getattr(getattr(self._loader, "batch_sampler", None), "sampler", None)
+        samples = len(sampler) if hasattr(sampler, "__len__") else 0
+        return length in (samples // size, -(-samples // size))
 
     def _divided(self, place: Mapping[str, Any], epoch: int | None) -> Iterator[Any] | None:
         """The batches after the place of another number of processes: this one's share of what those had not had."""
@@ -164,9 +232,9 @@ class Pass:
             with keeping_generators(self._tracked):
                 iterator = self._held()
             return self._counted(iterator)
-        sampler, size = next((part for part in self._parts if isinstance(part, DistributedSampler)), None), _batch_size(self._loader)
+        sampler, size = next((part for part in self._parts if isinstance(part, DistributedSampler)), None), batch_size(self._loader)
         used = self.batches * replicas * int(place.get("batch_size", 0))
-        is_repeatable = self._kind is _Kind.REPLAYED or is_ordered_by_epoch(self._loader)
+        is_repeatable = self._kind is Kind.REPLAYED or is_ordered_by_epoch(self._loader)
         if not is_repeatable or sampler is None or not used or not size or used % (sampler.num_replicas * size):
             raise InvalidInput(
                 f"the state is of {replicas} processes, each of which had {self.batches} batches of its epoch, and what is left cannot be"
@@ -176,7 +244,7 @@ class Pass:
         self.batches = used // (sampler.num_replicas * size)
         if epoch is not None:
             set_epoch(sampler, epoch)
-        return self._counted(self._replay(place) if self._kind is _Kind.REPLAYED else self._skipped())
+        return self._counted(self._replay(place) if self._kind is Kind.REPLAYED else self._skipped())
 
     def watch(self, batches: int = 0) -> None:
         """Note that other code is about to iterate over the source: ``place`` leads back to here. That code's observer counts the
@@ -198,10 +266,10 @@ class Pass:
     @property
     def is_repeatable(self) -> bool:
         """Whether another pass can be begun."""
-        return self._kind is not _Kind.ONCE
+        return self._kind is not Kind.ONCE
 
     def _is_used_up(self) -> bool:
-        if self._kind is _Kind.REPLAYED or self._is_prepared_keeper:
+        if self._kind is Kind.REPLAYED or self._is_prepared_keeper:
             return self._length is not None and self.batches >= self._length
         is_endless = isinstance(self._source, Batches) and self._source.epochs != 1
         return self._sampler is not None and not is_endless and self._sampler.is_at_end
@@ -209,14 +277,117 @@ class Pass:
     @property
     def _is_prepared_keeper(self) -> bool:
         """Whether the source is a prepared loader that keeps its place, except for what only its sampler knows."""
-        return self._kind is _Kind.KEEPS and self._prepared is not None and is_stateful(self._prepared)
+        return self._kind is Kind.KEEPS and self._prepared is not None and is_stateful(self._prepared)
 
     def _counted(self, iterator: Iterator[Any]) -> Iterator[Any]:
-        for batch in self._watched(iterator) if self._watches else iterator:
+        iterator = self._watched(iterator) if self._watches else iterator
+        for batch in self._compared(iterator) if self._compares else iterator:
+            if self._is_first:
+                self._is_first = False
+                self._check_first()
             self.batches += 1
             self._hand_out()
             yield batch
         self.is_left = False
+        if self._told is not None and self._wraps and self._not_handed_out() >= batch_size(self._loader) * self._told.num_replicas:
+            self._doubt_batches()
+
+    def _look(self, *, is_fresh: bool) -> None:
+        """Note how far what is tracked has come, before anything of this pass is fetched."""
+        self._is_first, self._is_fresh = True, is_fresh
+        others = self._tracked if self._kind is Kind.REPLAYED else ()
+        self._hidden = [(part, progress_of(part)) for part in others if all(part is not own for own in self._parts)]
+        self._begun_at = 0 if self._sampler is None or self._sampler.is_at_end else self._sampler.position
+
+    def _check_first(self) -> None:
+        """Called with the first batch that was fetched."""
+        for part, before in self._hidden:
+            if progress_of(part) != before:
+                raise InvalidInput(
+                    f"run.steps is given {type(self._source).__name__}, which draws from the tracked {type(part).__name__} unseen: a"
+                    " training that goes on would skip twice what was used; do not track that (run.steps then finds the place again by"
+                    " itself), or keep the loader in an attribute named `loader`"
+                )
+        self._hidden = []
+        if self._is_fresh and self._wraps and self._kind is Kind.KEEPS and self._has_read_ahead():
+            self._warn(
+                "reads ahead",
+                f"run.steps is given {type(self._source).__name__}, whose first batch took more than one of its tracked loader or sampler:"
+                " if it reads ahead, a training that goes on misses what it had read; do not track that (run.steps then finds the place"
+                " again by itself)",
+            )
+
+    def _has_read_ahead(self) -> bool:
+        for loader in self._kept_loaders:
+            return handed_out_by(loader) > 1
+        if self._sampler is None or not batch_size(self._loader):
+            return False
+        return self._sampler.position > self._begun_at + batch_size(self._loader) * self._sampler.num_replicas
+
+    def _not_handed_out(self) -> int:
+        assert self._told is not None
+        return self._told.length - int(self._told.state_dict()["position"])
+
+    def _doubt_batches(self) -> None:
+        self._warn(
+            "others",
+            f"run.steps is given {type(self._source).__name__}, which does not hand out the batches of its loader one by one: states within"
+            " an epoch have another place of the tracked PermutationSampler than the training; do not track it (run.steps then finds the"
+            " place again by itself)",
+        )
+
+    def _warn(self, kind: str, text: str) -> None:
+        if kind not in self._said:
+            self._said.add(kind)
+            _logger.warning("%s", text)
+
+    @property
+    def _compares(self) -> bool:
+        """Whether to look for random numbers that decide what is handed out, drawn in turns with those of the training."""
+        is_streamed = self._loader is not None and self._loader.num_workers == 0 and isinstance(self._loader.dataset, IterableDataset)
+        return (is_streamed or len(self._loaders) > 1) and self._kind is Kind.REPLAYED and "in turns" not in self._said
+
+    def _compared(self, iterator: Iterator[Any]) -> Iterator[Any]:
+        """The batches of a stream that is read in this process, or of several loaders; says so if both they and the training draw."""
+        after: object = None
+        for count in itertools.count():
+            is_looking = self._compares and (count <= _LOOKS or len(self._loaders) > 1)
+            before = self._generators_now() if is_looking else None
+            batch = next(iterator, self)
+            if batch is self:
+                return
+            now = self._generators_now() if is_looking else None
+            if count and before != after and now != before:
+                self._warn("in turns", self._told_in_turns())
+            after = now
+            yield batch
+
+    def _told_in_turns(self) -> str:
+        if len(self._loaders) > 1:
+            return (
+                f"run.steps is given {type(self._source).__name__}, whose loaders draw random numbers as they begin, one after the other,"
+                " and the training draws in between: one that goes on within a pass gets another order; give each loader"
+                " generator=torch.Generator()"
+            )
+        return (
+            "the dataset draws random numbers in this process, and so does the training: if they decide which samples come, as those of a"
+            " shuffle buffer do, a training that goes on within a pass gets other samples; give the loader a worker (num_workers=1), or"
+            " have the dataset draw from a torch.Generator of its own, in its attribute `generator`"
+        )
+
+    def _unseeded(self, iterator: Iterator[Any]) -> Iterator[Any]:
+        """The batches of a wrapper, which may make its loader's iterator with the first: the pass had drawn a seed for that as it began."""
+        loaders = [loader for loader in self._loaders if loader.generator is None]
+        for loader in loaders:
+            loader.generator = torch.Generator()
+        try:
+            first = next(iterator, self)
+        finally:
+            for loader in loaders:
+                loader.generator = None
+        if first is not self:
+            yield first
+            yield from iterator
 
     def _watched(self, iterator: Iterator[Any]) -> Iterator[Any]:
         """The batches of a loader that reads one ahead; if that draws random numbers, a resume must read the next one after the same
@@ -249,7 +420,9 @@ class Pass:
 
     def _hand_out(self) -> None:
         if self._told is not None:
-            self._told.hand_out(_batch_size(self._loader))
+            if self._wraps and not self._not_handed_out():
+                self._doubt_batches()
+            self._told.hand_out(batch_size(self._loader))
 
     def _held(self) -> Iterator[Any]:
         if self._told is not None:
@@ -309,14 +482,17 @@ class Pass:
         for found, state in zip((found for found in self._tracked if is_generator(found)), before["tracked"], strict=False):
             load_generator(found, state)
 
-    def _is_order_as_begun(self) -> bool:
-        """Whether the sampler still has the order, and the share of it, with which the pass began: a guard may have changed it."""
+    def _leads_to_sampler(self) -> bool:
+        """Whether the batches, begun again, lead to where the sampler is: a guard may have changed its order, or a user the batch size."""
         states = self._begin.get("samplers", {})
         begun = next((states[i] for i, part in enumerate(self._parts) if part is self._sampler and i in states), None)
         if begun is None or self._sampler is None:
             return False
         now = self._sampler.state_dict()
-        return all(begun.get(name) == now.get(name) for name in ("turns", "num_replicas"))
+        first = begun["position"] if begun["epoch"] == now["epoch"] else 0
+        used = self.batches * batch_size(self._loader) * self._sampler.num_replicas
+        is_same = all(begun.get(name) == now.get(name) for name in ("turns", "num_replicas"))
+        return is_same and min(first + used, self._sampler.length) == now["position"]
 
     def _snapshot(self) -> dict[str, object]:
         """The state on which the coming iteration depends: random numbers, and the state of samplers."""
@@ -380,16 +556,6 @@ class Pass:
         return [(i, generator) for i, generator in found if isinstance(generator, torch.Generator)]
 
 
-def set_epoch(part: Any, epoch: int) -> None:
-    """Tell a sampler, or any object with ``set_epoch`` like DistributedSampler, which epoch begins; a PermutationSampler never goes
-    back.
-    """
-    if isinstance(part, PermutationSampler):
-        part.set_epoch(max(epoch, part.epoch))
-    elif callable(getattr(part, "set_epoch", None)):
-        part.set_epoch(epoch)
-
-
 @contextmanager
 def keeping_generators(tracked: Iterable[object]) -> Iterator[None]:
     """Put the global generators, and those that are tracked, back at the end of the block to where they are now."""
@@ -404,59 +570,11 @@ def keeping_generators(tracked: Iterable[object]) -> Iterator[None]:
             load_generator(found, kept)
 
 
-def parts_of(source: object) -> list[Any]:
-    """``source``, and everything that it draws from."""
-    found: list[Any] = [source]
-    for part in found:
-        for child in (sampler_of(part) if name == "sampler" and is_prepared(part) else getattr(part, name, None) for name in _WITHIN):
-            if child is not None and all(child is not other for other in found):
-                found.append(child)
-    datasets = [part.dataset for part in found if isinstance(part, DataLoader) and isinstance(part.dataset, IterableDataset)]
-    return found + datasets
-
-
-def is_ordered_by_epoch(loader: object) -> bool:
-    """Whether it is torchdata's loader of a ``DistributedSampler``: only the epoch and the number of ranks decide what each batch is."""
-    if not isinstance(loader, DataLoader) or not _is_of_torchdata(loader):
-        return False
-    return any(isinstance(part, DistributedSampler) for part in parts_of(loader))
-
-
-def _is_of_torchdata(part: object) -> bool:
-    return any(kind.__module__.startswith("torchdata.stateful_dataloader") for kind in type(part).__mro__)
-
-
-def _kind_of(source: object, keepers: list[object], loader: DataLoader[Any] | None) -> _Kind:
-    if not keepers:
-        return _Kind.ONCE if isinstance(source, Iterator) and not isinstance(source, Batches) else _Kind.REPLAYED
-    if loader is None or (loader.num_workers == 0 and not reads_ahead(loader)):
-        return _Kind.KEEPS
-    samplers = [part for part in keepers if isinstance(part, Sampler)]
-    if any(part is loader for part in keepers):
-        if samplers:
-            raise InvalidInput(
-                f"the loader is tracked and so is its {type(samplers[0]).__name__}, of which {_who_fetches(loader)} ahead:"
-                " track the loader alone, it keeps its sampler's place"
-            )
-        return _Kind.KEEPS
-    if _batch_size(loader) and isinstance(samplers[0] if samplers else None, PermutationSampler):
-        return _Kind.AHEAD
-    raise InvalidInput(
-        f"{type(keepers[0]).__name__} is tracked, and {_who_fetches(loader)} ahead of what was handed out: its place is not"
-        " that of the training; do not track it (run.steps then finds the place again by itself), or track a StatefulDataLoader"
-    )
-
-
-def _who_fetches(loader: DataLoader[Any]) -> str:
-    return f"{loader.num_workers} workers fetch" if loader.num_workers else "a prepared loader reads a batch"
-
-
-def _batch_size(loader: DataLoader[Any] | None) -> int:
-    """The number of indices in a batch; 0 if that is not known."""
-    if loader is None or loader.batch_sampler is None:
-        return 1
-    sampler = loader.batch_sampler
-    return sampler.batch_size if type(sampler) is BatchSampler or (isinstance(sampler, BatchSampler) and _is_of_torchdata(sampler)) else 0
+def _described(length: object, place: Mapping[str, Any]) -> str:
+    """The length of a loader, and what else decides which samples its batches have."""
+    size, workers = place.get("size"), place.get("workers")
+    details = [f"batches of {size}" if size else "", f"{workers} workers" if workers else ""]
+    return f"{length} ({', '.join(filter(None, details))})" if any(details) else f"{length}"
 
 
 def _is_stateful_sampler(part: object) -> bool:
@@ -466,9 +584,3 @@ def _is_stateful_sampler(part: object) -> bool:
 def _has_epoch(part: object) -> bool:
     is_kept = isinstance(part, PermutationSampler)  # its state has the epoch
     return not is_kept and callable(getattr(part, "set_epoch", None)) and isinstance(getattr(part, "epoch", None), int)
-
-
-def _length_of(source: Any, parts: list[Any]) -> int | None:
-    if any(isinstance(part, IterableDataset) for part in parts) or not hasattr(source, "__len__"):
-        return None  # torch counts what an iterable dataset yields once its length was asked for
-    return len(source)

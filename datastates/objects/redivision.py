@@ -25,9 +25,9 @@ from .generators import is_generator, python_state
 from .loops import LOOPS, Loops, divided_again, divides_its_loader
 from .names import join
 from .own_buffers import part_of, put_back
-from .passes import is_ordered_by_epoch
 from .rng import RngState, numpy_state
 from .sampler import PermutationSampler
+from .sources import is_ordered_by_epoch
 
 __all__ = ["Redivision"]
 

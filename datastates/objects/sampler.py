@@ -201,8 +201,8 @@ class Batches(Iterator[list[int]]):
     """The rest of the ``sampler``'s epoch, and further ones (``epochs`` in all) in batches of indices; each ``iter`` begins from there."""
 
     def __init__(self, sampler: PermutationSampler, batch_size: int, *, drop_last: bool, epochs: int | None) -> None:
-        self.sampler, self.epochs = sampler, epochs
-        self._batch_size, self._drop_last = batch_size, drop_last
+        self.sampler, self.batch_size, self.epochs = sampler, batch_size, epochs
+        self._drop_last = drop_last
         self._running: Iterator[list[int]] | None = None
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -217,7 +217,7 @@ class Batches(Iterator[list[int]]):
         done = 0
         while self.epochs is None or done < self.epochs:
             self.sampler._begin()
-            yield from self.sampler._batches_of_rest(self._batch_size, drop_last=self._drop_last)
+            yield from self.sampler._batches_of_rest(self.batch_size, drop_last=self._drop_last)
             done += 1
 
 

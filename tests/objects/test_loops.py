@@ -385,3 +385,341 @@ def test_a_tracked_loader_whose_epoch_was_left_begins_the_next(repo: Repository,
 
     never = stopped_everywhere(repo, body, 2, make)
     assert [epoch for epoch, _ in never] == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+
+
+# --- epochs that are left --------------------------------------------------------------------------------------------------------
+
+
+Made = tuple[Any, dict[str, Any]]
+
+
+def _plain() -> Made:
+    return DataLoader(range(8), batch_size=2, shuffle=True), {}  # type: ignore[arg-type]  # a range will do
+
+
+def _own_order() -> Made:
+    return DataLoader(range(8), batch_size=2, shuffle=True, generator=_seeded()), {}  # type: ignore[arg-type]  # likewise
+
+
+def _permuted() -> Made:
+    sampler = PermutationSampler(8, seed=3)
+    return DataLoader(range(8), batch_size=2, sampler=sampler), {"sampler": sampler}  # type: ignore[arg-type]  # likewise
+
+
+def _kept() -> Made:
+    loader = StatefulDataLoader(range(8), batch_size=2, shuffle=True)
+    return loader, {"loader": loader}
+
+
+def _train(repo: Repository, branch: str, made: Made, *, epochs: int = 3, **leaving: Any) -> Seen:
+    with repo.track(branch=branch, weight=torch.zeros(1), **made[1]) as run:
+        return _epochs(run, made[0], epochs, **leaving)
+
+
+def _epochs(run: Tracker, loader: Any, epochs: int, *, stop: int | None = None, after: int | None = None, is_raised: bool = False) -> Seen:
+    """Left in the middle once so many steps are done, or after an epoch; captured everywhere, and once they are left."""
+    seen: Seen = []
+    try:
+        for epoch in run.epochs(epochs):
+            for batch in run.steps(loader):
+                seen.append((epoch, batch.tolist()))
+                run.capture()
+                if run.step == stop:
+                    if is_raised:
+                        raise KeyboardInterrupt  # noqa: TRY301  # as the terminal does
+                    break
+            if run.step == stop or epoch == after:
+                break
+    except KeyboardInterrupt:
+        pass
+    run.capture(message="left")
+    return seen
+
+
+@pytest.mark.filterwarnings("ignore:.set_vital. is deprecated")  # torchdata 0.11 on torch 2.13
+@pytest.mark.parametrize("make", [_plain, _own_order, _permuted, _kept])
+def test_a_capture_after_epochs_that_were_left_in_the_middle_goes_on_there(repo: Repository, make: Callable[[], Made]) -> None:
+    torch.manual_seed(0)
+    never = _train(repo, "never", make())
+    for is_raised in (True, False):
+        for stop in (1, 6):
+            torch.manual_seed(0)
+            branch = f"stopped-{stop}-{is_raised}"
+            seen = _train(repo, branch, make(), stop=stop, is_raised=is_raised)
+            assert seen + _train(repo, branch, make()) == never, branch
+
+
+@pytest.mark.filterwarnings("ignore:.set_vital. is deprecated")  # torchdata 0.11 on torch 2.13
+@pytest.mark.parametrize("make", [_plain, _own_order, _permuted, _kept])
+def test_a_capture_after_epochs_that_were_left_at_the_end_of_one_goes_on_with_the_next(repo: Repository, make: Callable[[], Made]) -> None:
+    torch.manual_seed(0)
+    never = _train(repo, "never", make())
+    torch.manual_seed(0)
+    seen = _train(repo, "stopped", make(), after=1)
+    assert repo.load("stopped")["loops"]["epoch"] == 2
+    assert seen + _train(repo, "stopped", make()) == never
+
+
+@pytest.mark.filterwarnings("ignore:.set_vital. is deprecated")  # torchdata 0.11 on torch 2.13
+@pytest.mark.parametrize("make", [_plain, _own_order, _permuted, _kept])
+def test_epochs_that_were_left_go_on_in_the_same_process_too(repo: Repository, make: Callable[[], Made]) -> None:
+    torch.manual_seed(0)
+    never = _train(repo, "never", make())
+    ways: tuple[dict[str, Any], ...] = ({"stop": 6}, {"after": 0})
+    for leaving in ways:
+        torch.manual_seed(0)
+        loader, tracked = make()
+        with repo.track(branch=f"left-{next(iter(leaving))}", weight=torch.zeros(1), **tracked) as run:
+            assert _epochs(run, loader, 3, **leaving) + _epochs(run, loader, 3) == never
+            assert run.epoch == 3
+
+
+def test_epochs_without_steps_that_were_left_after_a_capture_go_on_with_the_next(repo: Repository) -> None:
+    with repo.track(weight=torch.zeros(1)) as run:
+        for epoch in run.epochs(5):
+            run.capture()
+            if epoch == 1:
+                break
+        run.capture(message="stopped early")
+    with repo.track(weight=torch.zeros(1)) as run:
+        assert next(run.epochs(5)) == 2
+
+
+def test_a_pass_after_epochs_that_were_left_is_another(repo: Repository) -> None:
+    for _ in range(2):
+        with repo.track(weight=torch.zeros(1)) as run:
+            for _ in run.epochs(2):
+                next(batches := run.steps(range(4)))
+                break
+            batches.close()  # type: ignore[attr-defined]  # a generator
+            assert list(run.steps("abcd")) == [*"abcd"]
+
+
+@pytest.mark.filterwarnings("ignore:.set_vital. is deprecated")  # torchdata 0.11 on torch 2.13
+@pytest.mark.parametrize("make", [_plain, _own_order, _permuted, _kept])
+@pytest.mark.parametrize("is_captured", [True, False], ids=["captured", "not captured"])
+def test_an_epoch_that_was_cut_short_is_over_once_a_capture_says_so(repo: Repository, make: Callable[[], Made], is_captured: bool) -> None:
+    def train(branch: str, after: int | None) -> Seen:
+        seen: Seen = []
+        loader, tracked = make()
+        with repo.track(branch=branch, weight=torch.zeros(1), **tracked) as run:
+            for epoch in run.epochs(3):
+                for batch in run.steps(loader):
+                    seen.append((epoch, batch.tolist()))
+                    if len(seen) % 2 == 0:
+                        break
+                run.capture()
+                if epoch == after:
+                    break
+            if is_captured:
+                run.capture(message="stopped early")
+        return seen
+
+    torch.manual_seed(0)
+    never = train("never", None)
+    for after in (0, 1):
+        torch.manual_seed(0)
+        assert train(f"stopped-{after}", after) + train(f"stopped-{after}", None) == never
+
+
+@pytest.mark.filterwarnings("ignore:.set_vital. is deprecated")  # torchdata 0.11 on torch 2.13
+@pytest.mark.parametrize("make", [_plain, _own_order, _permuted, _kept])
+@pytest.mark.parametrize("limit", [2, 99], ids=["cut short", "whole"])
+def test_captures_before_the_first_batch_of_an_epoch_and_after_the_last_epoch_go_on_in_the_order_of_never_stopping(
+    repo: Repository, make: Callable[[], Made], limit: int
+) -> None:
+    def train(branch: str, epochs: int, *, stop: int | None = None) -> Seen:
+        seen: Seen = []
+        loader, tracked = make()
+        with suppress(Stopped), repo.track(branch=branch, weight=torch.zeros(1), **tracked) as run:
+            for epoch in run.epochs(epochs):
+                if epoch:
+                    run.capture(message="begins")
+                if epoch == stop:
+                    raise Stopped
+                for count, batch in enumerate(run.steps(loader), 1):
+                    seen.append((epoch, batch.tolist()))
+                    if count == limit:
+                        break
+            run.capture(message="done")
+        return seen
+
+    torch.manual_seed(0)
+    never = train("never", 3)
+    torch.manual_seed(0)
+    assert train("stopped", 3, stop=1) + train("stopped", 3) == never
+    torch.manual_seed(0)
+    assert train("raised", 1) + train("raised", 2) + train("raised", 3) == never
+
+
+def test_each_of_several_loaders_goes_on_in_its_own_order(repo: Repository) -> None:
+    def body(run: Tracker, seen: Seen, stop: int | None) -> None:
+        data: Any = range(4)
+        loaders = [DataLoader(data, 2, shuffle=True, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2)]
+        for epoch in run.epochs(3):
+            for number, loader in enumerate(loaders):
+                for batch in run.steps(loader):
+                    if stop is not None and len(seen) == stop:
+                        raise Stopped
+                    seen.append((epoch, (number, batch.tolist())))
+                    run.capture()
+
+    _resumed_everywhere(repo, body)
+    never: Seen = []
+    with repo.track(branch="never-again", weight=torch.zeros(1)) as run:
+        body(run, never, None)
+    seen: Seen = []
+    for stop in range(1, len(never)):
+        then: Seen = []
+        with repo.track(branch="again-and-again", weight=torch.zeros(1)) as run, suppress(Stopped):
+            body(run, then, 1 if stop < len(never) - 1 else None)
+        seen += then
+    assert seen == never
+
+
+# --- passes that go on from epoch to epoch ---------------------------------------------------------------------------------------
+
+
+def _side_by_side(run: Tracker, seen: Seen, stop: int | None, unlabelled: Iterator[Any], restart: Callable[[], Iterator[Any]]) -> None:
+    labelled: Any = DataLoader(range(3), batch_size=1, shuffle=True)  # type: ignore[arg-type]  # a range will do
+    for _ in run.epochs(4):
+        for batch in run.steps(labelled):
+            try:
+                other = next(unlabelled)
+            except StopIteration:
+                unlabelled = restart()
+                other = next(unlabelled)
+            if stop is not None and len(seen) == stop:
+                raise Stopped
+            seen.append((run.epoch, (batch.item(), other.item(), run.batch)))
+            run.capture()
+
+
+def _resumed_everywhere(repo: Repository, body: Callable[[Tracker, Seen, int | None], None]) -> None:
+    torch.manual_seed(0)
+    never: Seen = []
+    with repo.track(branch="never", weight=torch.zeros(1)) as run:
+        body(run, never, None)
+    for stop in range(1, len(never)):
+        seen: Seen = []
+        then: Seen = []
+        for found, until in ((seen, stop), (then, None)):
+            torch.manual_seed(99 if until is None else 0)
+            with repo.track(branch=f"stopped-{stop}", weight=torch.zeros(1)) as run, suppress(Stopped):
+                body(run, found, until)
+        assert seen + then == never, f"stopped after {stop}"
+
+
+@pytest.mark.parametrize("length", [3, 5, 40])
+def test_a_pass_that_goes_on_from_epoch_to_epoch_keeps_its_place(repo: Repository, length: int, caplog: pytest.LogCaptureFixture) -> None:
+    def body(run: Tracker, seen: Seen, stop: int | None) -> None:
+        loader: Any = DataLoader(range(100, 100 + length), batch_size=1, shuffle=True)  # type: ignore[arg-type]  # a range will do
+        _side_by_side(run, seen, stop, iter(run.steps(loader)), lambda: iter(run.steps(loader)))
+
+    _resumed_everywhere(repo, body)
+    assert not caplog.text
+
+
+def test_a_pass_that_is_begun_within_an_epoch_and_goes_on_is_told_once(repo: Repository, caplog: pytest.LogCaptureFixture) -> None:
+    def endless(run: Tracker, loader: Any) -> Iterator[Any]:
+        while True:
+            yield from run.steps(loader)
+
+    def body(run: Tracker, seen: Seen, stop: int | None) -> None:
+        loader: Any = DataLoader(range(100, 105), batch_size=1, shuffle=True)  # type: ignore[arg-type]  # a range will do
+        _side_by_side(run, seen, stop, endless(run, loader), lambda: endless(run, loader))
+
+    torch.manual_seed(0)
+    never: Seen = []
+    with repo.track(branch="never", weight=torch.zeros(1)) as run:
+        body(run, never, None)
+    assert caplog.text.count("a pass of run.steps that began within an epoch goes on in epoch 1") == 1
+    for stop in (1, 2, 4, 5, 6, 7, 9, 10):  # not 3, the end of the epoch in which it began
+        seen: Seen = []
+        then: Seen = []
+        for found, until in ((seen, stop), (then, None)):
+            torch.manual_seed(99 if until is None else 0)
+            with repo.track(branch=f"stopped-{stop}", weight=torch.zeros(1)) as run, suppress(Stopped):
+                body(run, found, until)
+        assert seen + then == never, f"stopped after {stop}"
+
+
+def test_an_epoch_is_over_after_its_loop_though_another_pass_goes_on(repo: Repository) -> None:
+    def body(run: Tracker, seen: Seen, stop: int | None) -> None:
+        other = iter(run.steps(range(100)))
+        for epoch in run.epochs(4):
+            for batch in run.steps(range(3)):
+                seen.append((epoch, (batch, next(other))))
+            seen.append((epoch, "validated"))
+            run.capture()
+            if stop == epoch:
+                raise Stopped
+
+    for stop in range(3):
+        seen: Seen = []
+        then: Seen = []
+        for found, until in ((seen, stop), (then, None)):
+            with repo.track(branch=f"stopped-{stop}", weight=torch.zeros(1)) as run, suppress(Stopped):
+                body(run, found, until)
+        assert [each for _, each in seen + then if each != "validated"] == [(number % 3, number) for number in range(12)]
+        assert [epoch for epoch, each in seen + then if each == "validated"] == [0, 1, 2, 3]
+
+
+def test_the_shorter_of_two_loaders_ends_an_epoch_and_the_longer_begins_again(repo: Repository, caplog: pytest.LogCaptureFixture) -> None:
+    def body(run: Tracker, seen: Seen, stop: int | None) -> None:
+        for _ in run.epochs(3):
+            pairs = zip(run.steps(range(2)), run.steps(range(10, 15)), strict=False)
+            for pair in pairs:
+                if stop is not None and len(seen) == stop:
+                    raise Stopped
+                seen.append((run.epoch, pair))
+                run.capture()
+
+    _resumed_everywhere(repo, body)
+    assert not caplog.text
+
+
+def test_an_iterator_that_is_left_behind_in_an_epoch_is_not_taken_up_in_the_next(repo: Repository) -> None:
+    def body(run: Tracker, seen: Seen, stop: int | None) -> None:
+        kept = []
+        for _ in run.epochs(3):
+            kept.append(batches := iter(run.steps(range(5))))
+            for _ in range(2):
+                batch = next(batches)
+                if stop is not None and len(seen) == stop:
+                    raise Stopped
+                seen.append((run.epoch, batch))
+                run.capture()
+
+    torch.manual_seed(0)
+    never: Seen = []
+    with repo.track(branch="never", weight=torch.zeros(1)) as run:
+        body(run, never, None)
+    assert [batch for _, batch in never] == [0, 1] * 3
+    seen: Seen = []
+    then: Seen = []
+    for found, until in ((seen, 3), (then, None)):
+        with repo.track(branch="stopped", weight=torch.zeros(1)) as run, suppress(Stopped):
+            body(run, found, until)
+    assert then[0] == (1, 1)
+    assert [batch for epoch, batch in then if epoch == 2] == [0, 1]
+
+
+def test_an_endless_pass_that_is_cut_into_epochs_keeps_its_place(repo: Repository) -> None:
+    def body(run: Tracker, seen: Seen, stop: int | None) -> None:
+        batches = iter(run.steps(range(100)))
+        for epoch in run.epochs(3):
+            for _ in range(4):
+                seen.append((epoch, next(batches)))
+                run.capture()
+                if len(seen) == stop:
+                    raise Stopped
+
+    for stop in (2, 6, 8):
+        seen: Seen = []
+        then: Seen = []
+        for found, until in ((seen, stop), (then, None)):
+            with repo.track(branch=f"stopped-{stop}", weight=torch.zeros(1)) as run, suppress(Stopped):
+                body(run, found, until)
+        numbers = [batch for _, batch in seen + then]
+        assert numbers == [*range(len(numbers))], "in the epoch that goes on, its count of four begins anew"
