@@ -170,13 +170,16 @@ class Blend:
             {spec.path: spec for spec in specs if selection.wants(spec.path) and part_of(spec.path) is None}
             for specs in (self.carved.specs, other.specs)
         )
+        there = {spec.path for spec in other.specs}
         lines = [f"only in {first.state.uid[:10]}: {path}" for path in ours if path not in theirs]
         lines += [f"only in {other.state.uid[:10]}: {path}" for path in theirs if path not in ours]
         for path in (each for each in ours if each in theirs):
             if _geometry(ours[path]) != _geometry(theirs[path]):
                 lines.append(f"{path}: {_describe(ours[path])} here, {_describe(theirs[path])} there")
-            elif other.stored(path) != other.stored(first.specs[first.stored(path)].path):
-                lines.append(f"{path}: tied to {first.specs[first.stored(path)].path} here, not there")
+                continue
+            owner = first.specs[first.stored(path)].path
+            if owner not in there or other.stored(path) != other.stored(owner):
+                lines.append(f"{path}: tied to {owner} here, not there")
         if lines:
             more = [f"… and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
             raise InvalidInput(

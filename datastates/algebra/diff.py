@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 __all__ = ["Change", "Diff", "Lacking", "TensorChange", "compare", "diff", "pieces", "to_plain", "untied"]
 
 _PIECE = 1 << 20  # elements that are compared at once, as float64
+_LONG = (torch.int64, torch.uint64)
 
 Pair = tuple[object, object]
 """The old and the new value; None where a value does not exist."""
@@ -245,7 +246,7 @@ def compare(before: Reader, after: Reader, old: TensorSpec | None, new: TensorSp
         math.sqrt(sums.apart),
         sums.cosine,
         sums.largest,
-        _indices(sums.at, new.shape) if sums.differing else None,
+        _indices(sums.at, new) if sums.differing else None,
         sums.differing / sums.count if sums.count else 0.0,
     )
 
@@ -272,7 +273,9 @@ def _last(start: int, length: int) -> int:
 
 
 def pieces(reader: Reader, spec: TensorSpec) -> Iterator[torch.Tensor]:
-    """The elements in the order of the indices, as float64; complex ones as pairs."""
+    """The elements in the order of the indices, as float64, which cannot tell every two integers of 64 bits apart: those stay as they are.
+    Complex ones are pairs.
+    """
     if 0 in spec.shape:
         return
     tensor = rebuild(read_flat(reader, spec), spec).detach()
@@ -280,7 +283,8 @@ def pieces(reader: Reader, spec: TensorSpec) -> Iterator[torch.Tensor]:
         tensor = torch.view_as_real(tensor.resolve_conj())
     flat = tensor.reshape(-1)  # a copy if another order is stored
     for start in range(0, flat.numel(), _PIECE):
-        yield flat[start : start + _PIECE].to(torch.float64)
+        piece = flat[start : start + _PIECE]
+        yield piece if piece.dtype in _LONG else piece.to(torch.float64)
 
 
 class _Sums:
@@ -292,8 +296,13 @@ class _Sums:
 
     def add(self, old: torch.Tensor, new: torch.Tensor) -> None:
         """Add the next elements of both."""
+        integers = (old.view(torch.int64), new.view(torch.int64)) if old.dtype == new.dtype and old.dtype in _LONG else None
+        old, new = old.to(torch.float64), new.to(torch.float64)
         is_other = (old != new) & ~(old.isnan() & new.isnan())
         apart = torch.where(is_other, new - old, 0.0)  # infinite on both sides is no change
+        if integers is not None:  # those that differ by less than float64 can tell
+            is_other = integers[0] != integers[1]
+            apart = torch.where(is_other & (apart == 0.0), (integers[1] - integers[0]).to(torch.float64), apart)
         self.old += float(old.dot(old))
         self.new += float(new.dot(new))
         self.product += float(old.dot(new))
@@ -312,11 +321,11 @@ class _Sums:
         return max(-1.0, min(1.0, self.product / length)) if length else None
 
 
-def _indices(at: int, shape: tuple[int, ...]) -> tuple[int, ...]:
+def _indices(at: int, spec: TensorSpec) -> tuple[int, ...]:
     found = []
-    if math.prod(shape) <= at:  # a part of a complex number
+    if dtype_of(spec.dtype).is_complex:  # it counts their parts
         at //= 2
-    for size in reversed(shape):
+    for size in reversed(spec.shape):
         at, index = divmod(at, size)
         found.append(index)
     return tuple(reversed(found))

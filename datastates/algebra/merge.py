@@ -75,7 +75,7 @@ def merge(
     """See ``Repository.merge``."""
     states = _members(core, revs)
     recipe = plan_recipe(method, len(states), weights=weights, only=only, rest=rest, options=dict(options))
-    _check_names(core, names.into, names.tag, [] if recipe.method is Method.GREEDY else states, recipe)
+    _check_names(core, names.into, names.tag, states if recipe.method is Method.GREEDY else [_first(states, recipe)], recipe)
     notes: dict[str, Value] = {}
     match recipe.method:
         case Method.GREEDY:
@@ -130,8 +130,13 @@ def _members(core: Core, revs: Sequence[str | State]) -> list[State]:
     return states
 
 
-def _check_names(core: Core, into: str | None, tag: str | None, states: Sequence[State], recipe: Recipe) -> None:
-    """Check before any work that the names can be given. The branch is at the first parent, if that is known."""
+def _first(states: Sequence[State], recipe: Recipe) -> State:
+    """The first parent, of states in the order in which they were named."""
+    return states[-1 if recipe.method is Method.EMA else 0]
+
+
+def _check_names(core: Core, into: str | None, tag: str | None, firsts: Sequence[State], recipe: Recipe) -> None:
+    """Check before any work that the names can be given. The branch is at the first parent, which is one of ``firsts``."""
     for name in (each for each in (into, tag) if each is not None):
         lineage_refs.check_name(name)
     if into is not None and any(training.branch == into for training in core.trainings):
@@ -143,14 +148,14 @@ def _check_names(core: Core, into: str | None, tag: str | None, states: Sequence
     if tag in taken:
         raise Conflict(f"the name {tag!r} is taken by state {taken[str(tag)].state[:10]}: choose another tag")
     ref = taken.get(into or "")
-    if ref is None or not states:
+    if ref is None or (ref.kind is RefKind.BRANCH and any(ref.state == first.uid for first in firsts)):
         return
-    first = states[-1 if recipe.method is Method.EMA else 0]
-    if ref.kind is not RefKind.BRANCH or ref.state != first.uid:
-        raise Conflict(
-            f"{into!r} is a {ref.kind} at {ref.state[:10]}, and the first parent is {first.uid[:10]}: "
-            f"name the branch's head {'last' if recipe.method is Method.EMA else 'first'}, or a new branch"
-        )
+    if recipe.method is Method.GREEDY:
+        raise Conflict(f"{into!r} is a {ref.kind} at {ref.state[:10]}, which is none of the states to merge: name a new branch")
+    raise Conflict(
+        f"{into!r} is a {ref.kind} at {ref.state[:10]}, and the first parent is {firsts[0].uid[:10]}: "
+        f"name the branch's head {'last' if recipe.method is Method.EMA else 'first'}, or a new branch"
+    )
 
 
 def _base(core: Core, states: Sequence[State], base: str | State | None) -> State:

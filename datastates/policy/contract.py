@@ -6,7 +6,7 @@ The engine knows a line (one training on one branch) and asks its ``Policy``; a 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from datastates import values
@@ -165,7 +165,7 @@ class AnyOf(Policy):
 
     def told(self) -> CadenceChoice:
         """See ``Policy``."""
-        return self._together({one: one.told() for one in self.members})
+        return self._together([one.told() for one in self.members])
 
     def choose(self, costs: Costs, current: CadenceChoice | None, /) -> CadenceChoice | None:
         """See ``Policy``."""
@@ -175,7 +175,7 @@ class AnyOf(Policy):
                 chosen = one.choose(costs, own)
                 if chosen is None or (own is not None and chosen is own):
                     return current
-                return self._together({other: chosen if other is one else other.told() for other in self.members}, chosen)
+                return self._together([chosen if other is one else other.told() for other in self.members], chosen)
         return None
 
     def informed(self, mtbf_s: float, /) -> Policy:
@@ -187,10 +187,10 @@ class AnyOf(Policy):
         found = [] if self.is_computed else [own for one in self.members if (own := one.counted()) is not None]
         return AnyOf(tuple(found)) if found else None
 
-    def _together(self, each: Mapping[Policy, CadenceChoice], chosen: CadenceChoice | None = None) -> CadenceChoice:
-        """One choice that describes them all; a computed one comes first."""
-        first = chosen or next((said for one, said in each.items() if one.is_computed), next(iter(each.values())))
-        why = "; or ".join(dict.fromkeys([first.why, *(said.why for said in each.values())]))
+    def _together(self, said: Sequence[CadenceChoice], chosen: CadenceChoice | None = None) -> CadenceChoice:
+        """One choice that describes them all, of what each member said; a computed one comes first."""
+        first = chosen or next((each for one, each in zip(self.members, said, strict=True) if one.is_computed), said[0])
+        why = "; or ".join(dict.fromkeys([first.why, *(each.why for each in said)]))
         return replace(first, cadence=str(self), why=why)
 
     def __str__(self) -> str:

@@ -227,7 +227,10 @@ def _words(text: str) -> list[str]:
 
 
 def _parsed(word: str) -> _Parsed:
-    name, *given = [json.loads(part) if part.startswith('"') else part for part in _parts(word)]
+    try:
+        name, *given = [json.loads(part) if part.startswith('"') else part for part in _parts(word)]
+    except ValueError as exc:
+        raise InvalidInput(f"{word!r} has a quote that is no text of JSON ({exc}): say {_AN_EXAMPLE}") from exc
     made = _MAKERS.get(name)
     if made is None or not made[0] <= len(given) <= made[1]:
         known = ", ".join(_FORMS)

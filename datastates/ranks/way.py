@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 from sqlalchemy.engine import URL, make_url
+from sqlalchemy.exc import ArgumentError
 
 from datastates import values
 from datastates.errors import InvalidInput, Unavailable
@@ -68,7 +69,10 @@ def reach(url: str, *, group: Group | None = None) -> Iterator[str]:
     if ranks.size == 1 or "://" not in text:
         yield text
         return
-    parsed = make_url(text)
+    try:
+        parsed = make_url(text)
+    except (ArgumentError, ValueError) as exc:
+        raise InvalidInput(f"{masking.text(text)!r} is no URL of a database ({exc})") from exc
     with ExitStack() as stack:
         server: tuple[str, int] | str | None = None
         why = ""

@@ -2,7 +2,8 @@
 
 - By name: ``--token X``, ``--db-password=X``, ``WANDB_API_KEY=X``, ``auth.secret: X``, keys of a configuration. The name ends in a
   word that says so (``token``, ``password``, ``secret``, ``api_key``, …); ``max_tokens``, ``pad_token`` and ``token_file`` are not secrets.
-- In a URL, wherever it is: the password before the host, and parameters by name (``?sslpassword=…``, ``&X-Amz-Signature=…``).
+- In a URL, wherever it is: the password before the host (that of a database may hold ``/``, ``?`` and ``#``), and parameters by name
+  (``?sslpassword=…``, ``&X-Amz-Signature=…``).
 - By shape: tokens of known services (``hf_…``, ``ghp_…``, ``sk-…``, ``AKIA…``, JSON web tokens), and what follows ``Bearer``.
 
 What is masked is not kept anywhere. Masking what is masked changes nothing.
@@ -77,6 +78,7 @@ _PARAMETERS = frozenset(("key", "sig", "signature", "credential", "code"))  # be
 
 _PART = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+")
 _USERINFO = re.compile(r"(?<![\w+.-])([A-Za-z][\w+.-]*://)([^\s/?#'\"@:]*):([^\s/?#'\"]*)@")
+_DATABASE = re.compile(r"(?<![\w+.-])(postgres(?:ql)?(?:\+\w+)?://)([^\s:/@\"]*):((?:(?!://)[^\s\"])*)@")  # as SQLAlchemy reads it
 _PARAMETER = re.compile(r"([?&;])([\w.%~-]+)=([^\s&;#'\"]*)")
 _ASSIGNED = re.compile(r"""(["']?)([A-Za-z_][\w.-]*)\1\s*[=:]\s*""")
 _ASSIGNED_VALUE = re.compile(r""""[^"]*"|'[^']*'|[^\s,;&}\])]+""")
@@ -106,7 +108,9 @@ def is_secret(name: str) -> bool:
 
 def text(said: str) -> str:
     """The text with the secrets in URLs, and anything that looks like a secret, masked."""
-    said = _USERINFO.sub(rf"\1\2:{MASK}@", said) if "://" in said else said
+    if "://" in said:
+        for pattern in (_DATABASE, _USERINFO):
+            said = pattern.sub(rf"\1\2:{MASK}@", said)
     said = _PARAMETER.sub(_parameter, said) if "?" in said else said
     said = _BEARER.sub(rf"\1\2{MASK}", said)
     return _SHAPES.sub(MASK, said)

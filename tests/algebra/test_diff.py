@@ -70,6 +70,24 @@ def test_every_dtype_can_be_compared(repo: Repository, dtype: torch.dtype) -> No
     assert found.old_norm == 2.0
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint64])
+def test_integers_that_float64_cannot_tell_apart_are_told_apart(repo: Repository, dtype: torch.dtype) -> None:
+    old = torch.tensor([5, 2**60, 2**62], dtype=torch.int64).view(dtype)
+    new = torch.tensor([5, 2**60, 2**62 + 3], dtype=torch.int64).view(dtype)
+    found = of(two(repo, {"w": old}, {"w": new}), "w")
+    assert (found.change, found.distance, found.largest, found.at) == (Change.CHANGED, 3.0, 3.0, (2,))
+    assert found.fraction == pytest.approx(1 / 3)
+
+
+@pytest.mark.parametrize("place", [(0, 1), (1, 0), (2, 1)])
+@pytest.mark.parametrize("part", [1.0, 1j])
+def test_a_complex_number_that_changed_is_found(repo: Repository, place: tuple[int, int], part: complex) -> None:
+    old = torch.zeros(3, 2, dtype=torch.complex64)
+    new = old.clone()
+    new[place] = torch.tensor(part)
+    assert of(two(repo, {"w": old}, {"w": new}), "w").at == place
+
+
 def test_what_came_went_or_has_another_shape_or_dtype_is_named(repo: Repository) -> None:
     old = {"went": torch.ones(2), "shape": torch.ones(2), "dtype": torch.ones(2), "stays": torch.ones(3)}
     new = {"came": torch.ones(2), "shape": torch.ones(3), "dtype": torch.ones(2).double() * 2, "stays": torch.ones(3)}

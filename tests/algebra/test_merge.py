@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from datastates import Repository, State
+from datastates import Conflict, Repository, State
 from datastates.algebra.recipes import Method, Recipe, combine
 from datastates.lineage.states import Edge, EdgeKind
 from tests.algebra.parents import Training, Tree, arrays, bits, fork, net, track
@@ -179,6 +179,16 @@ def test_a_greedy_soup_keeps_what_helps_and_only_that_are_parents(repo: Reposito
     assert soup.attributes["merge.best_member_score"] == pytest.approx(sign * 0.2)
     assert soup.attributes["merge.candidates"] == 5
     repo.verify_merge("soup")
+
+
+def test_a_greedy_soup_that_could_not_be_named_is_refused_before_anything_is_evaluated(repo: Repository) -> None:
+    members = spread(repo, 5.0, 0.8)
+    repo.tag("taken", members[0])
+    track(repo, "elsewhere", model={"w": torch.tensor([0.0])})
+    for name, kind in (("taken", "tag"), ("elsewhere", "branch")):
+        with pytest.raises(Conflict, match=f"'{name}' is a {kind} at .*, which is none of the states to merge: name a new branch"):
+            repo.merge(members, method="greedy", evaluate=lambda tree: pytest.fail("it came to that"), better="lower", into=name)
+    assert repo.merge(members, method="greedy", evaluate=distance, better="lower", into="m1").parents == (members[1].uid,)
 
 
 def test_a_member_that_changes_nothing_is_taken_and_a_best_one_may_stay_alone(repo: Repository) -> None:

@@ -254,6 +254,7 @@ def test_states_that_do_not_fit_are_refused_with_a_list(repo: Repository) -> Non
         "model/u: tied to model/t",
     ):
         assert caught.match(part)
+    refuse(repo, "model/u: tied to model/t here, not there", [a, track(repo, "d", model={"u": torch.ones(3)})], only="model/u")
     refuse(repo, "float32 .* here, float64", [a, track(repo, "c", model={"w": torch.ones(3).double()})], only="model/w")
     refuse(repo, "no common ancestor", [a, b], method="ties")
     sparse = [track(repo, f"s{number}", model={"s": torch.eye(3).to_sparse()}) for number in range(2)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import shutil
@@ -111,6 +112,19 @@ def test_a_lease_is_held_whoever_opens_and_closes_its_file(tmp_path: Path) -> No
     lease.close()
     assert look(tmp_path, "r") is Seen.NOTHING
     lease.close()
+
+
+def test_a_claim_that_cannot_be_noted_is_not_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(held: object, text: str) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as full:
+        full.setattr("datastates.system.locks.Held.write", refuse)
+        with pytest.raises(OSError, match="No space left"):
+            Claim.take(tmp_path, "study", "mine")
+    claim = Claim.take(tmp_path, "study", "mine")
+    assert claim is not None
+    claim.close()
 
 
 def test_a_claim_is_held_whoever_opens_and_closes_its_file(tmp_path: Path) -> None:

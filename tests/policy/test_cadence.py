@@ -73,6 +73,17 @@ def test_several_pick_what_any_of_them_picks_of_the_same_moment(one: Policy, oth
 def test_two_cadences_that_say_different_things_are_one() -> None:
     assert Cadence(10, None) | Cadence(interval_s=5.0) == Cadence(10, 5.0)
     assert isinstance(Cadence(10, None) | Cadence(4, None), AnyOf)
+
+    class Seventh(Cadence):
+        """Picks what its fields do not say."""
+
+        __slots__ = ()
+
+        def is_due(self, moment: Moment, /) -> bool:
+            return moment.step == 7
+
+    for both in (Seventh(None, None) | Cadence(10, None), Cadence(10, None) | Seventh(None, None)):
+        assert picked(both, *[{}] * 13) == [0, 7, 10]
     assert picked(Cadence(10, None) | Cadence(4, None), *[{}] * 13) == [0, 4, 8, 10, 12]
 
 

@@ -201,7 +201,7 @@ def test_a_file_that_a_kept_state_needs_counts_once() -> None:
     "text",
     [
         *("", " ", "latest", "latest:", "latest:0", "latest:x", "latest:1:2", "latest:99999999999999999999", "latest:5;", "every:-1"),
-        *("best:3", "best:x:loss", "best:1:loss:up", 'best:1:"loss', 'best:1:"a"b', "keep:3", "all:1", "thin:0"),
+        *("best:3", "best:x:loss", "best:1:loss:up", 'best:1:"loss', 'best:1:"a"b', r'best:1:"\q"', "keep:3", "all:1", "thin:0"),
         *("interval:0", "interval:5y", "within:inf", "within:nan", "at-most:", "at-most:x", "at-most:0", "at-most:1G at-most:2G"),
     ],
 )

@@ -13,6 +13,7 @@ import datastates
 from datastates import ranks
 from datastates.config import Config
 from datastates.errors import InvalidInput, Unavailable
+from datastates.transport.clone.groups import SoloGroup
 from tests.support.jobs import Say, job, run
 
 HERE = "tests.ranks.test_reach"
@@ -119,6 +120,18 @@ def test_a_url_that_asks_for_tls_is_refused_where_it_would_not_be_kept(postgresq
     given: dict[str, Any] = urls(postgresql_url, tmp_path)
     said = run(2, f"{HERE}:ask", **given, query="&sslmode=verify-full")
     assert all(lines[0].startswith("InvalidInput") and "sslmode=verify-full" in lines[0] for lines in said)
+
+
+class Pair(SoloGroup):
+    """A group of two, of which only this process is there."""
+
+    size = 2
+
+
+@pytest.mark.parametrize("url", ["postgresql://host:port/db", "://x"])
+def test_what_is_no_url_of_a_database_is_refused(url: str) -> None:
+    with pytest.raises(InvalidInput, match="is no URL of a database"), ranks.reach(url, group=Pair()):
+        pass
 
 
 def test_folders_and_processes_alone_are_reached_as_they_are(tmp_path: Path) -> None:

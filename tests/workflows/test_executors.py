@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import importlib.util
 import logging
@@ -9,7 +10,8 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from concurrent.futures import Executor
+from concurrent.futures import Executor, Future
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,8 @@ import pytest
 
 import datastates
 from datastates import InvalidInput, Repository
-from datastates.workflows import Plan, RayExecutor, SerialExecutor, explore
+from datastates.workflows import Plan, Processes, RayExecutor, SerialExecutor, explore
+from datastates.workflows.running import executors
 from tests.support.jobs import mpiexec, need_mpi
 from tests.workflows.studies import EVERY_STATE, contents, counts, essence, faults, prefix, train, tree
 
@@ -59,6 +62,47 @@ def explored(folder: Path, executor: Executor, of: Essence = essence) -> dict[st
         assert explore(repo, "main", PLAN, train, executor, study="s", progress=False)
         assert counts(repo) == before
         return of(repo, "s", PLAN)
+
+
+class Slots:
+    """Stands for worker processes, of which so many can be started; each does what it is given when it is told to."""
+
+    def __init__(self, most: int) -> None:
+        self.left, self.begun = most, list[tuple[Future[Any], Callable[[], Any]]]()
+
+    def __call__(self) -> Slots:
+        if not self.left:
+            raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
+        self.left -= 1
+        return self
+
+    @property
+    def pool(self) -> Slots:
+        return self
+
+    def submit(self, call: Callable[[], Any]) -> Future[Any]:
+        self.begun.append((Future(), call))
+        return self.begun[-1][0]
+
+    def shutdown(self, *, wait: bool) -> None:
+        pass
+
+
+def test_calls_fail_where_no_process_can_be_started_and_wait_for_one_that_is_at_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    slots = Slots(1)
+    monkeypatch.setattr(executors, "_Slot", slots)
+    processes = Processes(2)
+    first, second = (processes.submit(pow, 2, number) for number in range(2))
+    assert not second.done()
+    slots.begun[0][0].set_exception(BrokenProcessPool("it died"))
+    assert isinstance(first.exception(10), BrokenProcessPool)
+    assert isinstance(second.exception(10), OSError)
+    assert isinstance(processes.submit(pow, 2, 3).exception(10), OSError)
+    slots.left = 1
+    again = processes.submit(pow, 2, 3)
+    slots.begun[-1][0].set_result(slots.begun[-1][1]())
+    assert again.result(10) == 8
+    processes.shutdown()
 
 
 @pytest.mark.slow

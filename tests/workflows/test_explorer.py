@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import multiprocessing
 import threading
 from collections.abc import Iterator, Sequence
@@ -341,6 +342,13 @@ def test_a_result_is_found_by_name_and_by_metric(repo: Repository) -> None:
     assert report.best("loss", mode="max").metrics["loss"] == max(result.metrics["loss"] for result in report)
     with pytest.raises(NotFound, match="'accuracy': there are loss"):
         report.best("accuracy")
+    with pytest.raises(InvalidInput, match="mode is 'highest': choose 'min' or 'max'"):
+        report.best("loss", mode="highest")
+    diverged = {name: replace(each, state=replace(each.state, metrics={"loss": math.nan})) for name, each in report.results.items()}  # type: ignore[type-var]  # each has a state
+    first = next(iter(report.results))
+    assert replace(report, results={**report.results, first: diverged[first]}).best("loss").variant != first
+    with pytest.raises(NotFound, match="loss is NaN in every finished variant of study"):
+        replace(report, results=diverged).best("loss")
     with pytest.raises(InvalidInput, match="no variant 'x'"):
         report["x"]
     assert [result.variant for result in report] == [variant.name for variant in PLAN.variants]

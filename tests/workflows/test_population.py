@@ -344,6 +344,19 @@ def test_reconfigure_goes_on_along_the_same_schedule(repo: Repository) -> None:
     assert seen["after"] == pytest.approx([0.0125, 0.00125])
 
 
+def test_reconfigure_sets_the_rates_from_which_a_plateau_goes_on() -> None:
+    class New:
+        is_new = True
+        variant = Variant("child", "parent", 1, {"lr": 0.05})
+
+    optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+    assert reconfigure(New(), optimizer, scheduler) == {"lr": 0.05}  # type: ignore[arg-type]  # all that it asks of a job
+    for _ in range(3):
+        scheduler.step(1.0)
+    assert scheduler.get_last_lr() == [optimizer.param_groups[0]["lr"]] == [0.0125]
+
+
 def test_reconfigure_leaves_alone_what_was_resumed(repo: Repository) -> None:
     class Resumed:
         is_new = False

@@ -29,7 +29,11 @@ class Claim:
         held = hold(folder / name)
         if held is None:
             return None
-        held.write(note)
+        try:
+            held.write(note)
+        except BaseException:
+            held.close()
+            raise
         return cls(held)
 
     def close(self) -> None:

@@ -115,13 +115,15 @@ class Processes(Executor):
             slot.pool.shutdown(wait=wait)
 
     def _next(self) -> None:
-        """Give waiting tasks to free workers."""
-        with self._lock:
-            if not self._waiting or (not self._free and len(self._at_work) >= self._workers):
-                return
-            future, call = self._waiting.popleft()
-            slot = self._free.pop() if self._free else _Slot()
-            self._at_work.add(slot)
+        """Give a waiting task to a free worker, or to a new one."""
+        try:
+            given = self._given()
+        except Exception as exc:  # no process can be started: too many of them, or too many open files
+            self._fail_waiting(exc)
+            return
+        if given is None:
+            return
+        slot, future, call = given
         if not future.set_running_or_notify_cancel():
             self._put_back(slot)
             return
@@ -131,6 +133,24 @@ class Processes(Executor):
             inner = Future()
             inner.set_exception(exc)
         inner.add_done_callback(partial(self._done, slot, future))
+
+    def _given(self) -> tuple[_Slot, Future[Any], Callable[[], Any]] | None:
+        """A worker, and the task that it gets; None if no task waits, or every worker is at work."""
+        with self._lock:
+            if not self._waiting or (not self._free and len(self._at_work) >= self._workers):
+                return None
+            slot = self._free.pop() if self._free else _Slot()
+            self._at_work.add(slot)
+            return slot, *self._waiting.popleft()
+
+    def _fail_waiting(self, error: Exception) -> None:
+        """Fail the tasks that wait, unless a worker is left that takes them."""
+        with self._lock:
+            waiting, self._waiting = (deque(), self._waiting) if self._at_work else (self._waiting, deque())
+            self._lock.notify_all()
+        for future, _ in waiting:
+            if future.set_running_or_notify_cancel():
+                future.set_exception(error)
 
     def _done(self, slot: _Slot, future: Future[Any], inner: Future[Any]) -> None:
         error = inner.exception()

@@ -40,7 +40,8 @@ def reconfigure(job: Job, optimizer: Optimizer, scheduler: LRScheduler | None = 
             for group in [group for group in optimizer.param_groups if group[key] == first]:
                 group[key] = value
     if scheduler is not None and "lr" in changed:
-        scheduler.base_lrs = [float(group["initial_lr"]) for group in optimizer.param_groups]
+        if all("initial_lr" in group for group in optimizer.param_groups):  # else it goes by the rates as they are
+            scheduler.base_lrs = [float(group["initial_lr"]) for group in optimizer.param_groups]
         scheduler._last_lr = [group["lr"] for group in optimizer.param_groups]
     return changed
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from datastates import values
-from datastates.errors import NotFound
+from datastates.errors import InvalidInput, NotFound
 from datastates.lineage.states import State, Value
 from datastates.workflows.plans import arguments
 from datastates.workflows.plans.plan import Plan, plan_of
@@ -100,15 +101,23 @@ class Exploration:
         return {each.variant: each.error for each in self if each.error is not None}
 
     def best(self, metric: str, *, mode: str = "min") -> Result:
-        """The finished variant with the lowest value of a metric (``mode="max"``: the highest).
+        """The finished variant with the lowest value of a metric (``mode="max"``: the highest). NaN, as of a variant that diverged, is no
+        value.
 
-        :raises NotFound: no finished variant has it.
+        :raises InvalidInput: the mode is neither.
+        :raises NotFound: no finished variant has a value of it.
         """
+        better = {"min": min, "max": max}.get(mode)
+        if better is None:
+            raise InvalidInput(f"mode is {values.shown(mode)}: choose 'min' or 'max'")
         have = [self.results[name] for name, state in self.done.items() if metric in state.metrics]
         if not have:
             known = sorted({key for each in self for key in each.metrics})
             raise NotFound(f"no finished variant of study {self.study!r} has the metric {metric!r}: there are {', '.join(known) or 'none'}")
-        return (max if mode == "max" else min)(have, key=lambda each: each.metrics[metric])
+        numbers = [each for each in have if not math.isnan(each.metrics[metric])]
+        if not numbers:
+            raise NotFound(f"{metric} is NaN in every finished variant of study {self.study!r}: none is the best")
+        return better(numbers, key=lambda each: each.metrics[metric])
 
     def table(self) -> PrintedTable:
         """A table for a terminal, ``print`` or a notebook."""
