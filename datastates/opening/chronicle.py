@@ -38,7 +38,7 @@ from datastates.system.locks import close_lockable, open_lockable
 from datastates.system.regular import open_regular, write_at
 from datastates.system.sharing import make_folder_like, may_read, share
 
-__all__ = ["CHRONICLES", "Chronicle", "catch_up", "chronicles", "tell_anew"]
+__all__ = ["CHRONICLES", "Chronicle", "catch_up", "chronicles", "lineages", "read_chronicle", "tell_anew"]
 
 _logger = logging.getLogger(__name__)
 
@@ -51,6 +51,7 @@ _FOOT = struct.Struct("<Q")
 _PAGE = 1000
 _ALL = 1 << 30
 _MOST_BYTES = 1 << 30
+_FULL_BYTES = 64 << 20  # a frame of more is divided
 _UID = re.compile("[0-9a-f]{24}")
 
 _encoder = msgspec.msgpack.Encoder()
@@ -60,12 +61,13 @@ _decoder = msgspec.msgpack.Decoder(Entry)
 @dataclass(frozen=True, slots=True)
 class Chronicle:
     """All that can be read of a chronicle; ``damaged_bytes`` of it cannot. The last ``unfinished_bytes`` of these are no damage: a writer
-    was killed before the end of its frame, or is still writing it."""
+    was killed before the end of its frame, or is still writing it. ``end`` is where the last readable frame ends."""
 
     lineage: str
     entries: tuple[Entry, ...]
     damaged_bytes: int
     unfinished_bytes: int = 0
+    end: int = 0
 
     @property
     def rotten_bytes(self) -> int:
@@ -73,14 +75,18 @@ class Chronicle:
         return self.damaged_bytes - self.unfinished_bytes
 
 
+def lineages(packs: Path) -> list[str]:
+    """The uids of the lineages that have a chronicle in a folder of packs."""
+    folder = packs / CHRONICLES
+    return sorted(name for name in (os.listdir(folder) if folder.is_dir() else ()) if _UID.fullmatch(name))
+
+
 def chronicles(packs: Path) -> list[Chronicle]:
     """Every chronicle of a folder of packs.
 
     :raises Unavailable: one cannot be read, or was written by a newer version.
     """
-    folder = packs / CHRONICLES
-    names = sorted(name for name in (os.listdir(folder) if folder.is_dir() else ()) if _UID.fullmatch(name))
-    return [_read(folder / name) for name in names]
+    return [read_chronicle(packs, lineage) for lineage in lineages(packs)]
 
 
 def catch_up(database: Database, packs: Path, *, pages: int = _ALL) -> bool:
@@ -134,24 +140,37 @@ def _place(database: Database, packs: Path) -> tuple[Path, str]:
 def _append(fd: int, database: Database, pages: int) -> bool:
     end, mark = _end(fd)
     for _ in range(pages):
+        found = _untold(database, mark)
+        if found is None:
+            return True
+        frame, mark = _frame(found[1]), found[0]
+        write_at(fd, frame, end)  # if this fails, the next writer cuts off what was written
+        os.fsync(fd)
+        end += len(frame)
+    return False
+
+
+def _untold(database: Database, mark: Mark) -> tuple[Mark, bytes] | None:
+    """What came after ``mark``, encoded, and the mark after that; None if nothing did. It is a page, or less if that is too large."""
+    most = _PAGE
+    while True:
         with database.read() as session:
             if is_behind(session, mark):
                 raise Conflict(
                     "the lineage is older than what its folder of packs was told of it: it was brought back from a copy; "
                     "`datastates reindex --replace` adds what it lacks"
                 )
-            entry = news(session, mark, most=_PAGE)
+            entry = news(session, mark, most=most)
         if entry is None:
-            return True
-        frame = _frame(entry)
-        write_at(fd, frame, end)  # if this fails, the next writer cuts off what was written
-        os.fsync(fd)
-        end, mark = end + len(frame), entry.mark
-    return False
+            return None
+        encoded = _encoder.encode(entry)
+        if len(encoded) <= _FULL_BYTES or most == 1:
+            return entry.mark, encoded
+        most //= 2
 
 
-def _frame(entry: Entry) -> bytes:
-    body = zlib.compress(_encoder.encode(entry), 1)
+def _frame(encoded: bytes) -> bytes:
+    body = zlib.compress(encoded, 1)
     head = _HEAD.pack(_MAGIC, VERSION, len(body), xxhash.xxh3_128_digest(body))
     return head + body + _FOOT.pack(len(head) + len(body) + _FOOT.size)
 
@@ -177,9 +196,8 @@ def _last(fd: int, size: int) -> Entry | None:
     return None if found is None or found[0] != length else found[1]
 
 
-def _frames(fd: int, size: int) -> Iterator[tuple[int, int, Entry]]:
-    """Every frame that is whole: its offset, its length and its entry. Bytes between whole frames are skipped."""
-    at = 0
+def _frames(fd: int, size: int, at: int = 0) -> Iterator[tuple[int, int, Entry]]:
+    """Every frame from ``at`` on that is whole: its offset, its length and its entry. Bytes between whole frames are skipped."""
     while 0 <= at < size:
         found = _at(fd, at, size)
         if found is None:
@@ -235,21 +253,26 @@ def _inflated(body: bytes) -> bytes:
     return found
 
 
-def _read(path: Path) -> Chronicle:
+def read_chronicle(packs: Path, lineage: str, start: int = 0) -> Chronicle:
+    """What can be read of the chronicle of a lineage from ``start`` on, which is 0 or the end of a frame.
+
+    :raises Unavailable: it cannot be read, or was written by a newer version.
+    """
+    path = packs / CHRONICLES / lineage
     try:
         fd = open_regular(path)
     except OSError as exc:
         raise Unavailable(f"{path} cannot be read ({exc.strerror}): it says what the lineage was; move it away to do without it") from exc
     try:
         size = os.fstat(fd).st_size
-        frames = list(_frames(fd, size))
+        frames = list(_frames(fd, size, start))
         wrong = sum(_foot(fd, at + length) != length for at, length, _ in frames)
-        end = max((at + length for at, length, _ in frames), default=0)
+        end = max((at + length for at, length, _ in frames), default=start)
         unfinished = 0 if _ends_whole(fd, end, size) else size - end
     finally:
         os.close(fd)
-    damaged = size - sum(length for _, length, _ in frames) + wrong * _FOOT.size
-    return Chronicle(path.name, tuple(entry for _, _, entry in frames), damaged, unfinished)
+    damaged = size - start - sum(length for _, length, _ in frames) + wrong * _FOOT.size
+    return Chronicle(lineage, tuple(entry for _, _, entry in frames), damaged, unfinished, end)
 
 
 def _foot(fd: int, end: int) -> int:

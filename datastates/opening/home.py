@@ -10,7 +10,7 @@ import errno
 import os
 import re
 import secrets
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from datastates.errors import Unavailable
@@ -22,8 +22,9 @@ from datastates.system.sharing import may_read
 from .environment import node_name
 from .lease import LEASES, Lease
 from .location import Location
+from .neighbours import Neighbours
 
-__all__ = ["FOLDER", "PACKS", "Home", "look_at", "settle_in"]
+__all__ = ["FOLDER", "PACKS", "Home", "identity", "look_at", "settle_in"]
 
 FOLDER = "datastates.folder"
 """The key in the record of a run for the uid of the folder with its lease and its packs."""
@@ -41,13 +42,14 @@ class Home:
     """A folder of packs. ``uid`` is None if it has none and none could be written.
 
     ``is_beside``: the lineage lies beside it in one folder, so a copy of one comes with a copy of the other.
-    ``read_only`` says why nothing can be written here; None if it can.
+    ``read_only`` says why nothing can be written here; None if it can. ``neighbours`` are the other lineages that have states in it.
     """
 
     path: Path
     uid: str | None
     is_beside: bool
-    read_only: str | None = None
+    read_only: str | None
+    neighbours: Neighbours = field(repr=False, compare=False)
 
     def check_writable(self) -> str:
         """The folder's uid, if a training may write here.
@@ -81,7 +83,7 @@ def look_at(location: Location) -> Home:
     :raises Unavailable: its identity cannot be read.
     """
     is_beside = location.root is not None and location.packs == location.root / "packs"
-    return Home(location.packs, _read(location.packs), is_beside, "it was opened for looking only")
+    return Home(location.packs, _read(location.packs), is_beside, "it was opened for looking only", Neighbours(location.packs))
 
 
 def settle_in(location: Location, database: Database) -> Home:
@@ -92,22 +94,31 @@ def settle_in(location: Location, database: Database) -> Home:
     packs = location.packs
     is_beside = location.root is not None and packs == location.root / "packs"
     read_only = database.read_only or (None if _may_write(packs) else f"{packs} may not be written by this process")
-    uid = _read(packs)
-    if uid is None and read_only is None:
-        try:
-            uid = _identify(packs)
-        except OSError as error:
-            next_step = "see that its disk is well and has room, or choose another folder"
-            if error.errno in (errno.EMFILE, errno.ENFILE):
-                next_step = "raise the limit of open files (`ulimit -n`), or close what this process holds open"
-            raise Unavailable(f"{packs} cannot be made a home of states ({error}): {next_step}") from error
+    uid = identity(packs) if database.read_only is None else _read(packs)
     if uid is not None and database.read_only is None:
         with database.read() as session:
             known = folders.get(session, uid)
         if known is None or known.path != str(packs):
             with database.write() as session:
                 folders.note(session, uid, path=str(packs), host=node_name())
-    return Home(packs, uid, is_beside, read_only)
+    return Home(packs, uid, is_beside, read_only, Neighbours(packs))
+
+
+def identity(packs: Path) -> str | None:
+    """The uid of a folder of packs, which gets one if it has none; None if it has none and may not be written.
+
+    :raises Unavailable: it cannot be read, or cannot be written.
+    """
+    uid = _read(packs)
+    if uid is not None or not _may_write(packs):
+        return uid
+    try:
+        return _identify(packs)
+    except OSError as error:
+        next_step = "see that its disk is well and has room, or choose another folder"
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            next_step = "raise the limit of open files (`ulimit -n`), or close what this process holds open"
+        raise Unavailable(f"{packs} cannot be made a home of states ({error}): {next_step}") from error
 
 
 def _may_write(packs: Path) -> bool:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from datastates.errors import Conflict, Corrupt, NotFound, Unavailable
+from datastates.errors import Conflict, Corrupt, NotFound, Unavailable, Unsupported
 from datastates.system.interrupts import checkpoint
 from datastates.system.locks import hold
 
@@ -165,7 +165,7 @@ class Collector:
     def _rewrite(self, pack: Sparse) -> None:
         try:
             freed = self._rewriting.rewrite(pack)
-        except (Corrupt, NotFound, Unavailable, OSError) as exc:
+        except (Corrupt, NotFound, Unavailable, Unsupported, OSError) as exc:
             self._collected.left.append(f"{pack.name}, of which {pack.dead_bytes} bytes are not needed: {exc}")
             return
         if freed:

@@ -25,11 +25,13 @@ from .pack import PAGE, padded
 
 __all__ = [
     "FORBIDDEN",
+    "LACKING",
     "TEMPORARY",
     "Temporary",
     "free_pack_name",
     "is_abandoned",
     "locked",
+    "next_step",
     "remove_abandoned",
     "supports_direct",
     "sync_folder",
@@ -44,11 +46,25 @@ TEMPORARY = ".tmp-"
 FORBIDDEN = (errno.EROFS, errno.EACCES, errno.EPERM)
 """The kernel's errors for a process that may not write."""
 
+LACKING = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+"""The kernel's errors for a process, or a machine, that lacks descriptors or memory."""
+
 _LOCK = ".lock"
 _BATCH_BYTES = 16 << 20
 _BATCH_VIEWS = 512
 _DIRTY_BYTES = 64 << 20
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
+
+
+def next_step(error: OSError) -> str:
+    """What a user can do about a file that cannot be opened or mapped although it may be sound."""
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        return "raise the limit of open files (`ulimit -n`), or close what this process holds open"
+    if error.errno == errno.ENOMEM:
+        return "free memory, or raise the limit of memory maps (`sysctl vm.max_map_count`)"
+    if error.errno in FORBIDDEN:
+        return "get the right to read it"
+    return "see that its disk is well, and try again"
 
 
 def free_pack_name(root: Path, uid: str, rank: int) -> str:

@@ -24,9 +24,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import ClassVar
 
-from datastates.content.digest import Sound, decode, decode_sound, encode
+from datastates.content.digest import Sound, decode_sound
 from datastates.content.manifest import Manifest, PackInfo
-from datastates.errors import Closed, Conflict, Corrupt, InvalidInput, NotFound, Unavailable, Unsupported
+from datastates.errors import Closed, Conflict, Corrupt, InvalidInput, NotFound, Unavailable
 from datastates.lineage.states import Status
 from datastates.system.regular import read_regular
 from datastates.system.sharing import make_folders
@@ -41,6 +41,7 @@ from .files import (
     free_pack_name,
     is_abandoned,
     locked,
+    next_step,
     supports_direct,
     sync_folder,
     temporary,
@@ -52,7 +53,7 @@ from .mapped import MappedReader
 from .naming import MAX_MANIFEST, manifest_name, packs_of, uid_of
 from .pace import Pace
 from .pack import padded, payload_bytes
-from .placing import Places, PutPlan, own_bytes, places_of, plan_put
+from .placing import Places, PutPlan, own_bytes, places_of, plan_put, readable
 from .references import References
 from .rewriting import Moved, Place, Rewriting
 from .roles import DurableTier, Staged
@@ -141,7 +142,7 @@ class LocalTier(DurableTier):
             with locked(self.root, is_shared=True, is_needed=False):
                 return MappedReader(self.root, self._sound(uid, rank).manifest, verify=verify)
         except OSError as exc:
-            raise Unavailable(f"state {uid} cannot be read in {self.root} ({exc})") from exc
+            raise Unavailable(f"state {uid} cannot be read in {self.root} ({exc}): {next_step(exc)}") from exc
 
     def manifest(self, uid: str) -> Manifest:
         """See ``DurableTier.manifest``."""
@@ -328,7 +329,7 @@ class LocalTier(DurableTier):
         except FileNotFoundError:
             raise NotFound(f"state {uid} is not in {self.root}") from None
         except OSError as exc:
-            raise Unavailable(f"{path} cannot be read ({exc})") from exc
+            raise Unavailable(f"{path} cannot be read ({exc}): {next_step(exc)}") from exc
         sound = decode_sound(data, source=str(path))
         manifest = sound.manifest
         if (manifest.origin.uid, manifest.origin.rank) != (uid, rank):
@@ -349,7 +350,7 @@ class LocalTier(DurableTier):
 
     @contextmanager
     def _written(self, plan: PutPlan, payload: Payload, file: Temporary, stamps: Mapping[str, Stamp]) -> Iterator[Staged]:
-        encoded = _readable(plan.manifest)
+        encoded = readable(plan.manifest)
         with ExitStack() as stack:
             pack = None
             if plan.layout is not None:
@@ -476,17 +477,6 @@ class _Staged:
 
 def _places(manifest: Manifest) -> Iterator[tuple[PackInfo, int]]:
     return ((manifest.packs[ref.pack], ref.offset) for ref in manifest.refs)
-
-
-def _readable(manifest: Manifest) -> bytes:
-    """The manifest as bytes, once they were decoded again as a check: a state that cannot be read must not count as durable."""
-    uid = manifest.origin.uid
-    try:
-        encoded = encode(manifest)
-        decode(encoded, source=f"the manifest of state {uid}")
-    except (Corrupt, TypeError, ValueError, OverflowError) as exc:
-        raise Unsupported(f"state {uid} was not written, because it could not be read again: {exc}") from exc
-    return encoded
 
 
 def _hints(plan: PutPlan) -> Iterator[Hint]:

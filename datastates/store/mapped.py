@@ -6,6 +6,7 @@ for longer than the reader, and what does not fit into memory twice, is mapped: 
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import sys
@@ -17,11 +18,12 @@ import numpy as np
 
 from datastates.content.digest import chunk_digest, pieces_digest
 from datastates.content.manifest import CHUNK_BYTES, ChunkRef, Manifest, PackInfo
-from datastates.errors import Closed, Corrupt
+from datastates.errors import Closed, Corrupt, Unavailable
 from datastates.system.interrupts import checkpoint
 from datastates.system.memory import available_memory_bytes
 from datastates.system.regular import open_regular, read_at
 
+from .files import LACKING, next_step
 from .pack import MAX_HEADER, padded, places_of
 from .pouring import Piece, Room, copy, legs, on_threads
 from .staging import Stage
@@ -32,12 +34,15 @@ __all__ = ["MappedReader"]
 _NAMED_PATHS = 8
 _FEWEST = 4  # chunks; fewer are read sooner than threads start
 _KEPT = 2  # the chunks read last: tensors that follow each other share them
+_NO_PACK = (errno.ENOENT, errno.ENOTDIR, errno.EINVAL, errno.ELOOP, errno.ENXIO)  # nothing is there, or no regular file
 
 
 class MappedReader(Reader):
     """A state on disk, opened. It opens the packs when it is made, so that it outlives their removal.
 
-    A missing or damaged pack raises only when one of its chunks is asked for; chunks in other packs can be read.
+    A pack that is missing, damaged or out of reach raises only when one of its chunks is asked for; chunks in other packs can be read.
+
+    :raises OSError: this process, or the machine, lacks descriptors or memory.
     """
 
     is_waited_for = True
@@ -146,10 +151,7 @@ class MappedReader(Reader):
         """Check the header of every pack that is not checked yet."""
         for index in sorted(self._unverified_packs):
             self._check_open()
-            pack = self._packs[index]
-            if isinstance(pack, str):
-                raise Corrupt(pack)
-            self._verify_header(pack, index)
+            self._verify_header(_checked(self._packs[index]), index)
 
     def close(self) -> None:
         """Release the packs; views that are left keep what they show."""
@@ -205,9 +207,10 @@ class MappedReader(Reader):
         """The pack of a chunk, its header checked."""
         self._check_open()
         number = self.manifest.refs[index].pack
-        pack = self._packs[number]
-        if isinstance(pack, str):
-            raise Corrupt(f"{pack}: {self._whose(index)}")
+        try:
+            pack = _checked(self._packs[number])
+        except Corrupt as exc:
+            raise Corrupt(f"{exc}: {self._whose(index)}") from None
         if number in self._unverified_packs:
             self._verify_header(pack, number)
         return pack
@@ -294,37 +297,55 @@ class _Pack:
         """The whole file, mapped copy-on-write.
 
         :raises Corrupt: it was cut short meanwhile.
+        :raises Unavailable: this process, or the machine, lacks what a map needs.
         """
         if self._map is None:
             flags = mmap.MAP_PRIVATE | (getattr(mmap, "MAP_NORESERVE", 0x4000) if sys.platform == "linux" else 0)
             options = {"trackfd": False} if sys.version_info >= (3, 13) else {}
             try:
                 self._map = memoryview(mmap.mmap(self.fd, self._size, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE, **options))
-            except (OSError, ValueError) as exc:
-                raise Corrupt(
-                    f"a pack of {self._size} bytes cannot be mapped ({exc}): it was cut short, or memory maps have run out"
-                ) from exc
+            except ValueError as exc:
+                raise Corrupt(f"a pack of {self._size} bytes cannot be mapped ({exc}): it was cut short") from exc
+            except OSError as exc:
+                raise Unavailable(f"a pack of {self._size} bytes cannot be mapped ({exc}): {next_step(exc)}") from exc
         return self._map
 
     def __del__(self) -> None:
         os.close(self.fd)
 
 
-def _open(path: Path, pack: PackInfo) -> _Pack | str:
-    """The pack, or a text that says what is wrong with it."""
+def _open(path: Path, pack: PackInfo) -> _Pack | Corrupt | Unavailable:
+    """The pack, or what keeps it from being read.
+
+    :raises OSError: descriptors or memory have run out.
+    """
     try:
         fd = open_regular(path)
-    except FileNotFoundError:
-        return f"{path} is missing"
     except OSError as exc:
-        return f"{path} cannot be opened ({exc})"
+        if exc.errno in LACKING:
+            raise
+        if exc.errno == errno.ENOENT:
+            return Corrupt(f"{path} is missing")
+        said = f"{path} cannot be opened ({exc})"
+        return Corrupt(said) if exc.errno in _NO_PACK else Unavailable(f"{said}: {next_step(exc)}")
     size = os.fstat(fd).st_size
     if size == pack.size:
         # Not WILLNEED: it fills the page cache with small pages, from which later reads take twice as long.
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
         return _Pack(fd, size)
     os.close(fd)
-    return f"{path} has {size} bytes, {pack.size} were written"
+    return Corrupt(f"{path} has {size} bytes, {pack.size} were written")
+
+
+def _checked(pack: _Pack | Corrupt | Unavailable) -> _Pack:
+    """The pack, if it can be read.
+
+    :raises Corrupt: it is missing or damaged.
+    :raises Unavailable: it may be sound, and cannot be read.
+    """
+    if isinstance(pack, _Pack):
+        return pack
+    raise type(pack)(str(pack))
 
 
 def _pieces(fd: int, length: int) -> Iterator[memoryview]:

@@ -7,13 +7,14 @@ from dataclasses import dataclass
 
 import msgspec
 
-from datastates.content.digest import chunk_digest
+from datastates.content.digest import chunk_digest, decode, encode
 from datastates.content.manifest import ChunkRef, Manifest, PackInfo
+from datastates.errors import Corrupt, Unsupported
 
-from .naming import uid_of
+from .naming import MAX_MANIFEST, uid_of
 from .pack import PackLayout, lay_out
 
-__all__ = ["Places", "PutPlan", "own_bytes", "places_of", "plan_put"]
+__all__ = ["Places", "PutPlan", "own_bytes", "places_of", "plan_put", "readable"]
 
 Places = Mapping[tuple[bytes, int], tuple[PackInfo, int]]
 """The pack and the offset of each chunk, by its digest and length."""
@@ -71,3 +72,23 @@ def places_of(base: Manifest | None) -> Places:
         return {}
     placed = zip(base.content.chunks, base.refs, strict=False)
     return {(chunk.digest, chunk.length): (base.packs[ref.pack], ref.offset) for chunk, ref in placed}
+
+
+def readable(manifest: Manifest) -> bytes:
+    """The manifest as bytes, once they were decoded again as a check: a state that cannot be read must not count as durable.
+
+    :raises Unsupported: they could not be read again.
+    """
+    uid = manifest.origin.uid
+    try:
+        encoded = encode(manifest)
+        if len(encoded) <= MAX_MANIFEST:
+            decode(encoded, source=f"the manifest of state {uid}")
+    except (Corrupt, TypeError, ValueError, OverflowError) as exc:
+        raise Unsupported(f"state {uid} was not written, because it could not be read again: {exc}") from exc
+    if len(encoded) > MAX_MANIFEST:
+        raise Unsupported(
+            f"state {uid} was not written: what it holds besides tensors and arrays takes {len(encoded)} bytes, and {MAX_MANIFEST} are the "
+            "most that can be read again: keep large values as tensors or arrays"
+        )
+    return encoded

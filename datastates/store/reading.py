@@ -77,6 +77,7 @@ def _read_tree(
 ) -> Any:
     content = reader.manifest.content
     tensors: list[torch.Tensor | None] = []
+    owners: dict[int, torch.Tensor] = {}  # those that are not wanted, and that wanted ones are tied to
     if is_borrowing:
         reader.prepare(_stretches(specs, wants, given))
     for index, spec in enumerate(specs):
@@ -84,9 +85,12 @@ def _read_tree(
         if index in given:
             tensors.append(given[index])
             continue
-        if spec.alias is not None:
-            tied = tensors[spec.alias]
-            tensors.append(tied if tied is not None or not wants(spec.path) else _read(reader, specs[spec.alias], is_borrowing, device))
+        if spec.alias is not None and tensors[spec.alias] is None and wants(spec.path):
+            if spec.alias not in owners:
+                owners[spec.alias] = _read(reader, specs[spec.alias], is_borrowing, device)
+            tensors.append(owners[spec.alias])
+        elif spec.alias is not None:
+            tensors.append(tensors[spec.alias])
         elif wants(spec.path):
             tensors.append(_read(reader, spec, is_borrowing, device))
         else:

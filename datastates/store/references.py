@@ -14,6 +14,7 @@ from datastates.errors import Corrupt, Unavailable
 from datastates.system.interrupts import Mutex
 from datastates.system.regular import read_regular
 
+from .files import LACKING
 from .naming import MAX_MANIFEST, uid_of
 
 __all__ = ["References"]
@@ -21,6 +22,7 @@ __all__ = ["References"]
 _logger = logging.getLogger(__name__)
 
 _Stamp = tuple[int, int, int]
+_NEVER = -1  # a time that no file has
 
 
 class References:
@@ -80,14 +82,13 @@ class References:
         status = entry.stat(follow_symlinks=False)
         stamp = (status.st_ino, status.st_mtime_ns, status.st_size)
         known = self._known.get(entry.name)
-        return known if known is not None and known[0] == stamp else (stamp, _packs_in(Path(entry.path)))
-
-
-def _packs_in(path: Path) -> tuple[PackInfo, ...] | None:
-    try:
-        return decode_packs(read_regular(path, most=MAX_MANIFEST), source=str(path))
-    except FileNotFoundError:
-        raise
-    except (Corrupt, Unavailable, OSError) as exc:
-        _logger.warning("no pack is removed while a manifest cannot be read: %s", exc)
-        return None
+        if known is not None and known[0] == stamp:
+            return known
+        try:
+            return stamp, decode_packs(read_regular(entry.path, most=MAX_MANIFEST), source=entry.path)
+        except FileNotFoundError:
+            raise
+        except (Corrupt, Unavailable, OSError) as exc:
+            _logger.warning("no pack is removed while a manifest cannot be read: %s", exc)
+            is_passing = isinstance(exc, OSError) and exc.errno in LACKING  # it is tried again
+            return (stamp[0], _NEVER if is_passing else stamp[1], stamp[2]), None

@@ -20,7 +20,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from datastates.content.digest import decode, encode
+from datastates.content.digest import decode
 from datastates.content.manifest import Manifest, PackInfo
 from datastates.errors import Corrupt, Unavailable
 from datastates.system.interrupts import checkpoint
@@ -32,7 +32,7 @@ from .index import SHARED_BYTES, ChunkIndex, Hint
 from .mapped import MappedReader
 from .naming import MAX_MANIFEST, manifest_name, uid_of
 from .pack import padded
-from .placing import PutPlan, places_of, plan_put
+from .placing import PutPlan, places_of, plan_put, readable
 from .references import References
 from .tier import Reader
 
@@ -147,13 +147,14 @@ class Rewriting:
 
     def _carry_out(self, plan: PutPlan, old: _Old, file: Temporary, moved: Moved, chunk: Callable[[Reader, int], memoryview]) -> int | None:
         """The size of the pack that was written; None if the plan relies on packs that are gone meanwhile, which ``moved`` then forgets."""
+        encoded = readable(plan.manifest)
         with MappedReader(self._root, old.manifest, verify=True) as reader, temporary(self._root / plan.name) as new:
             if plan.layout is not None:
                 chunks = (chunk(reader, index) for index in plan.new)
                 write_chunks(new.fd, new.path, plan.layout.header, chunks, plan.layout.size, is_direct=self._is_direct())
                 self._on_step("pack-moved")
             os.ftruncate(file.fd, 0)  # drop what an earlier attempt has written
-            write_file(file.fd, file.path, encode(plan.manifest))
+            write_file(file.fd, file.path, encoded)
             with locked(self._root, is_shared=False):
                 if _bytes_of(old.path) != old.data:
                     return 0  # dropped, or replaced by another

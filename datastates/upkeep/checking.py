@@ -144,7 +144,7 @@ class _Run:
     def _report(self, mark: str | None) -> VerifyReport:
         with self._core.database.read() as session:
             partial = tuple(str(each) for each in waiting(session))
-        return VerifyReport(self._states, self._done, tuple(self._damage), tuple(self._unread), mark, partial)
+        return VerifyReport(self._states, self._done, tuple(self._damage), tuple(dict.fromkeys(self._unread)), mark, partial)
 
     def _names(self) -> Iterator[tuple[str, int]]:
         """The state and rank of each manifest that is here, or should be, by uid."""
@@ -203,8 +203,11 @@ class _Run:
         found: list[Damage] = []
         try:
             reader = self._tier.open_part(uid, rank, verify=True)
-        except (NotFound, Corrupt, Unavailable):
+        except (NotFound, Corrupt):
             return found  # removed, or replaced, since its manifest was read
+        except Unavailable as exc:
+            self._unread.append(str(exc))
+            return found
         with reader:
             manifest = reader.manifest
             for index in chunks:
@@ -214,7 +217,10 @@ class _Run:
                     ref = manifest.refs[index]
                     self._bad[manifest.packs[ref.pack].name, ref.offset] = str(exc)
                     found.append(Damage(uid, rank, index, _tensors(manifest, index), str(exc)))
-                except (OSError, Unavailable) as exc:
+                except Unavailable as exc:
+                    self._unread.append(str(exc))
+                    continue
+                except OSError as exc:
                     found.append(Damage(uid, rank, index, _tensors(manifest, index), f"it cannot be read: {exc}"))
                 with self._lock:
                     self._read_already.add((manifest.packs[manifest.refs[index].pack].name, manifest.refs[index].offset))
@@ -231,7 +237,8 @@ class _Run:
             task.damage += self._of_shared(task)
             self._damage += task.damage
             self._tell(min(self._done, self._total), self._total)
-            self._mark(task.uid)
+            if not waiting or waiting[0].uid != task.uid:  # its last part
+                self._mark(task.uid)
 
     def _of_shared(self, task: _Task) -> Iterator[Damage]:
         """The damage in chunks that an earlier state shares and had to read first; that state may have been removed meanwhile."""

@@ -1,7 +1,8 @@
 """Making room in a folder of packs while other work goes on there: garbage is removed, and everything on which the lineage depends stays.
 
 The lineage says which states were given up, and the manifests in the folder say which packs are needed. A state that is not in the lineage
-may be another lineage's, or newer than a database that was restored from a copy: its files stay, and the report says so.
+may be another lineage's, or newer than a database that was restored from a copy: its files stay, and the report says so. So do those of a
+state that was given up here, and that the chronicle of another lineage names.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from datastates.errors import Conflict
 from datastates.lineage.change.parts import abandon
 from datastates.lineage.change.withdraw import take_turns
 from datastates.lineage.search.leftovers import given_up, unheard_of
-from datastates.opening.chronicle import chronicles
+from datastates.opening.chronicle import CHRONICLES, chronicles
 from datastates.opening.core import Core
 from datastates.opening.lease import held_in
 from datastates.store.collecting import Collected
@@ -66,22 +67,25 @@ def gc(
         core.home.check_writable()
         with core.database.write() as session:
             abandon(session)
-    leftovers, strangers = _judged(core, tuple(dict.fromkeys(uid for uid, _ in tier.parts())))
+    with core.database.read() as session:
+        here = tuple(dict.fromkeys(uid for uid, _ in tier.parts()))
+        leftovers, named = _leftovers(core, session, here)
+        strangers = unheard_of(session, here)
     unknown = _nobodys(core, strangers) if takes_unknown else []
-    left = [uid for uid in strangers if uid not in set(unknown)]
+    left = [*_named(core, named), *_unknown(core, [uid for uid in strangers if uid not in set(unknown)])]
     if is_dry_run:
         gone = [*leftovers, *unknown]
-        return _report(core, gone, left, tier.collect(is_dry=True, without=gone, tell=tell), is_dry_run=True)
-    removed = _remove(core, leftovers, lambda session, uids: given_up(session, uids, tier=tier.name, node=core.home.check_writable()))
+        return _report(gone, left, tier.collect(is_dry=True, without=gone, tell=tell), is_dry_run=True)
+    removed = _remove(core, leftovers, lambda session, uids: _leftovers(core, session, uids)[0])
     removed += _remove(core, unknown, unheard_of)
-    return _report(core, removed, left, tier.collect(tell=tell))
+    return _report(removed, left, tier.collect(tell=tell))
 
 
-def _judged(core: Core, uids: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The states in the folder that were given up, and those that the lineage does not know."""
-    with core.database.read() as session:
-        gone = given_up(session, uids, tier=core.tiers.durable.name, node=core.home.uid or "")
-        return gone, unheard_of(session, uids)
+def _leftovers(core: Core, session: Session, uids: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """Those of these states that were given up, and may go; and those that were given up here and stay, with why."""
+    gone = given_up(session, uids, tier=core.tiers.durable.name, node=core.home.uid or "")
+    named = core.home.neighbours.naming(session, gone)
+    return [uid for uid in gone if uid not in named], named
 
 
 def _nobodys(core: Core, strangers: list[str]) -> list[str]:
@@ -112,7 +116,7 @@ def _remove(core: Core, uids: Sequence[str], judged: Callable[[Session, Sequence
     return removed
 
 
-def _report(core: Core, states: list[str], strangers: list[str], found: Collected, *, is_dry_run: bool = False) -> GcReport:
+def _report(states: list[str], left: list[str], found: Collected, *, is_dry_run: bool = False) -> GcReport:
     return GcReport(
         is_dry_run=is_dry_run,
         states=tuple(states),
@@ -122,16 +126,30 @@ def _report(core: Core, states: list[str], strangers: list[str], found: Collecte
         bytes_temporaries=found.temporary_bytes,
         bytes_packs=found.pack_bytes,
         bytes_rewritten=found.rewritten_bytes,
-        left=(*found.left, *_unknown(core, strangers)),
+        left=(*found.left, *left),
     )
+
+
+def _named(core: Core, named: dict[str, str]) -> list[str]:
+    found = []
+    for why in dict.fromkeys(named.values()):
+        uids = [uid for uid in named if named[uid] == why]
+        found.append(
+            f"state {uids[0]}{_and_more(uids)} in {core.home.path}, which this lineage gave up: {why}; if that lineage is no more, "
+            f"move its chronicle away from {core.home.path / CHRONICLES}"
+        )
+    return found
 
 
 def _unknown(core: Core, strangers: list[str]) -> list[str]:
     if not strangers:
         return []
-    more = f" and {len(strangers) - 1} more" if len(strangers) > 1 else ""
     return [
-        f"state {strangers[0]}{more} in {core.home.path}, which this lineage does not know: another lineage's, or newer than a database "
-        "that was brought back from a copy (`datastates reindex --replace` takes them in), or of a process that died before it told of "
-        "them (`datastates gc --unknown` deletes what no lineage of this folder was told of)"
+        f"state {strangers[0]}{_and_more(strangers)} in {core.home.path}, which this lineage does not know: another lineage's, or newer "
+        "than a database that was brought back from a copy (`datastates reindex --replace` takes them in), or of a process that died "
+        "before it told of them (`datastates gc --unknown` deletes what no lineage of this folder was told of)"
     ]
+
+
+def _and_more(uids: list[str]) -> str:
+    return f" and {len(uids) - 1} more" if len(uids) > 1 else ""

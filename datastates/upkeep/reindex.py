@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from dataclasses import replace as replaced
@@ -26,7 +26,7 @@ from datastates.lineage.database import Database
 from datastates.lineage.states import RefKind
 from datastates.opening.chronicle import Chronicle, chronicles, tell_anew
 from datastates.opening.environment import node_name
-from datastates.opening.home import look_at
+from datastates.opening.home import identity
 from datastates.opening.lease import held_in
 from datastates.opening.location import DATABASE, Location, locate
 from datastates.store.files import sync_folder
@@ -202,14 +202,13 @@ def _check_unused(location: Location) -> None:
 
 def _into(url: str, location: Location, lineage: str | None, tell: Callable[[int, int], None]) -> ReindexReport:
     tier = packs_in(location.packs)
-    home = look_at(location)
     chronicle, others = _chosen(chronicles(location.packs), lineage)
-    manifests, unread = _manifests(tier, others)
+    manifests, unread = _manifests(tier, _told(others) - _told([] if chronicle is None else [chronicle]))
     told = retell(chronicle, manifests)
     told.lacking += unread
     database = Database(url)
     try:
-        return _write(database, _Source(tier, home.uid, chronicle, manifests), told, location, tell)
+        return _write(database, _Source(tier, identity(location.packs), chronicle, manifests), told, location, tell)
     finally:
         database.close()
 
@@ -226,9 +225,13 @@ def _chosen(found: list[Chronicle], lineage: str | None) -> tuple[Chronicle | No
     return (named[0] if named else None), [each for each in found if each not in named]
 
 
-def _manifests(tier: DurableTier, others: list[Chronicle]) -> tuple[_Manifests, list[str]]:
-    """The manifests that no other lineage knows, and a message for each one that cannot be read."""
-    theirs = {state.uid for chronicle in others for entry in chronicle.entries for state in entry.states}
+def _told(those: list[Chronicle]) -> set[str]:
+    """The uids of all states that these chronicles name."""
+    return {state.uid for chronicle in those for entry in chronicle.entries for state in entry.states}
+
+
+def _manifests(tier: DurableTier, theirs: Container[str]) -> tuple[_Manifests, list[str]]:
+    """The manifests, without ``theirs``, which only other lineages know, and a message for each one that cannot be read."""
     found: _Manifests = {}
     unread: list[str] = []
     for uid, rank in sorted(tier.parts()):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -159,7 +159,14 @@ class _Repair:
             def chunk(reader: Reader, index: int) -> memoryview:
                 return self._chunk(manifest, index, readers)
 
-            self._check_seal(uid, manifest, bad, readers)
+            seal = self._seal(uid)
+            if seal is None:
+                for index in bad:  # to know now whether all of them are available
+                    self._chunk(manifest, index, readers)
+            else:
+                with self._tier.open_part(uid, rank) as here:
+                    mended = (chunk(here, index) if index in bad else here.chunk(index) for index in range(len(manifest.refs)))
+                    _check_seal(seal, manifest, mended)
             self._note(uid, [manifest.content.chunks[index] for index in bad])
             self._tier.mend(uid, rank, places, self._moved, chunk)
 
@@ -174,9 +181,11 @@ class _Repair:
                 raise NotFound("no other place has it")
             reader, party = readers[0]
             reader.verify()
-            self._check_seal(uid, reader.manifest, set(), [], reader)
             wanted = reader.manifest.content.chunks
             chunks = [reader.chunk(index) for index in range(len(wanted))]
+            seal = self._seal(uid)
+            if seal is not None:
+                _check_seal(seal, reader.manifest, chunks)
             if party is not None:
                 self._given |= dict.fromkeys((chunk.digest for chunk in wanted), party)
             self._note(uid, wanted)
@@ -244,20 +253,9 @@ class _Repair:
             count = read_at(file.fileno(), data, offset)
         return data.toreadonly() if count == chunk.length and chunk_digest(data) == chunk.digest else None
 
-    def _check_seal(self, uid: str, manifest: Manifest, bad: set[int], readers: Sequence[_Found], whole: Reader | None = None) -> None:
-        """Raise unless the state would hold what it held when it was sealed; a state without a seal passes.
-
-        :raises Corrupt: it would not.
-        """
+    def _seal(self, uid: str) -> str | None:
         with self._core.database.read() as session:
-            seal = seals.seals(session, [uid]).get(uid)
-        if seal is None:
-            for index in bad:  # to know now whether all of them are available
-                self._chunk(manifest, index, readers)
-            return
-        with self._tier.open_part(uid, manifest.origin.rank) if whole is None else whole as here:
-            views = (self._chunk(manifest, index, readers) if index in bad else here.chunk(index) for index in range(len(manifest.refs)))
-            seals.check(seal, seal_of(manifest.digest, (blake3(view).digest() for view in views)), uid)
+            return seals.seals(session, [uid]).get(uid)
 
     def _digest(self, uid: str) -> str | None:
         with self._core.database.read() as session:
@@ -275,6 +273,14 @@ class _Repair:
                     return state.uid
                 parents = state.parents
         return None
+
+
+def _check_seal(seal: str, manifest: Manifest, chunks: Iterable[memoryview]) -> None:
+    """Raise unless the state would hold what it held when it was sealed.
+
+    :raises Corrupt: it would not.
+    """
+    seals.check(seal, seal_of(manifest.digest, (blake3(view).digest() for view in chunks)), manifest.origin.uid)
 
 
 def _place(manifest: Manifest, index: int) -> Place:

@@ -63,7 +63,7 @@ class Retelling:
 
 
 def retell(chronicle: Chronicle | None, manifests: Mapping[tuple[str, int], Manifest]) -> Retelling:
-    """The lineage from a chronicle, and from manifests by uid and rank that belong to no other lineage."""
+    """The lineage from a chronicle, and from manifests by uid and rank, without those that only other lineages know."""
     told = Retelling()
     states: dict[str, StateLine] = {}
     runs: dict[str, RunLine] = {}

@@ -191,10 +191,11 @@ def survey(grounds: Grounds, policies: Policies) -> Survey:
         segments = retained.segments_of(session)
         elsewhere = retained.elsewhere(session, [each.id for each in found], volatile=VOLATILE, holder=grounds.holder)
         best = _best_before_forks(session, segments, policies) if keys else {}
+        named = grounds.home.neighbours.naming(session, [each.uid for each in found])
     asked = grounds.host.asked() if grounds.host is not None else frozenset()
     facts = []
     for each in found:
-        why = held.get(each.id) or best.get(each.id)
+        why = held.get(each.id) or best.get(each.id) or named.get(each.uid)
         if why is None and each.uid in asked:
             why = "this process waited for it to become durable, and has its handle"
         if why is None and each.id in elsewhere:
@@ -276,11 +277,13 @@ _STAYED = "somebody counts on it since"
 
 
 def _drop(grounds: Grounds, held: Held, ids: Sequence[int], batch: Sequence[Decision]) -> list[str]:
-    ids = [id_ for id_, each in zip(ids, batch, strict=True) if _is_free(grounds.host, each.fact.uid)]
+    free = {id_: each.fact.uid for id_, each in zip(ids, batch, strict=True) if _is_free(grounds.host, each.fact.uid)}
     with suppress(OSError):  # a full disk is the very reason for this; without the note, gc finds what a kill leaves
         held.write("\n".join(each.fact.uid for each in batch))
     with grounds.database.write(durable=True) as session:
         tier, node = grounds.durable.name, grounds.home.check_writable()
+        named = grounds.home.neighbours.naming(session, free.values())
+        ids = [id_ for id_, uid in free.items() if uid not in named]
         uids = withdraw_all(session, ids, tier=tier, node=node, volatile=VOLATILE, holder=grounds.holder)
     packs = {name for each in batch for name, _ in each.fact.files if name.endswith(".safetensors")}
     _remove(grounds, uids, packs)
@@ -316,13 +319,14 @@ def _finish(grounds: Grounds, held: Held) -> None:
 
 
 def _remove(grounds: Grounds, uids: Sequence[str], packs: Iterable[str]) -> None:
-    """Delete the files of states that were withdrawn; those that somebody brought here again meanwhile stay.
+    """Delete the files of states that were withdrawn; those that somebody brought here again, or that another lineage names, stay.
 
     Manifests are deleted inside a transaction that writes, so that nobody brings one between the question and its deletion.
     """
     with grounds.database.write() as session:
         take_turns(session)
         here = replicas.held(session, uids, tier=grounds.durable.name, node=grounds.home.check_writable())
+        here |= grounds.home.neighbours.naming(session, uids).keys()
         grounds.durable.forget(uid for uid in uids if uid not in here)
     grounds.durable.discard(packs)
 

@@ -12,6 +12,7 @@ import pytest
 from datastates.content.digest import encode
 from datastates.content.manifest import Manifest
 from datastates.errors import Conflict
+from datastates.store import placing
 from datastates.store.collecting import Collected
 from datastates.store.files import temporary
 from datastates.store.local import LocalTier
@@ -45,6 +46,17 @@ def check(tier: LocalTier, *uids: str) -> None:
 
 def packs(root: Path) -> set[str]:
     return {path.name for path in root.glob("*.safetensors")}
+
+
+def test_a_pack_stays_if_a_state_that_needs_it_would_have_a_manifest_too_large_to_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = sparse(tmp_path)
+    monkeypatch.setattr(placing, "MAX_MANIFEST", 100)
+    done = tier.collect()
+    assert (done.rewritten, "a.0.safetensors" in packs(tmp_path)) == (0, True)
+    assert "a.0.safetensors" in done.left[0]
+    check(tier, "b", "c")
 
 
 def test_a_pack_most_of_whose_bytes_are_dead_is_rewritten(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 import resource
 import subprocess
@@ -17,9 +18,11 @@ from msgspec.structs import replace
 from datastates.content.digest import encode
 from datastates.content.manifest import CHUNK_BYTES
 from datastates.errors import Corrupt, NotFound, Unavailable, Unsupported
+from datastates.store import mapped, placing, references
 from datastates.store.local import LocalTier
 from datastates.store.tier import Payload, Tier
 from datastates.system.deeds import hindered
+from datastates.system.regular import open_regular
 from datastates.testing import TierSuite, fail_at
 from datastates.testing.states import chunks_of, numbers, part, payload, small, stream
 
@@ -157,6 +160,19 @@ def test_a_manifest_that_could_not_be_read_again_is_not_written(tmp_path: Path, 
     assert files(tmp_path) == set()
 
 
+def test_a_manifest_larger_than_any_that_is_read_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(placing, "MAX_MANIFEST", 1000)
+    tier = LocalTier(tmp_path)
+    with pytest.raises(Unsupported, match=r"state s was not written: .* 1000 are the most .* keep large values as tensors or arrays"):
+        tier.put(replaced(small("s", 1), message="x" * 1000))
+    assert files(tmp_path) == set()
+    tier.put(small("s", 1))
+
+
+def replaced(given: Payload, **origin: object) -> Payload:
+    return Payload(replace(given.manifest, origin=replace(given.manifest.origin, **origin)), given.chunks)
+
+
 @pytest.mark.parametrize("direct", [True, False])
 def test_a_file_size_limit_leaves_nothing(tmp_path: Path, direct: bool) -> None:
     tier = LocalTier(tmp_path, direct=direct and LocalTier(tmp_path).is_direct)
@@ -253,6 +269,64 @@ def test_a_pack_that_is_missing_is_named_and_the_rest_can_be_read(tmp_path: Path
         assert bytes(reader.chunk(1)) == chunks_of(small("s", 1, 2))[1]
 
 
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EPERM, errno.EIO])
+def test_a_pack_that_may_be_sound_and_cannot_be_opened_is_not_called_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    tier = LocalTier(tmp_path)
+    base = tier.put(small("base", 1)).manifest
+    tier.put(small("s", 1, 2), base=base)
+    refuse(monkeypatch, number, "base.0.safetensors")
+    with tier.open("s") as reader:
+        assert bytes(reader.chunk(1)) == chunks_of(small("s", 1, 2))[1]
+        with pytest.raises(
+            Unavailable, match=r"base\.0\.safetensors cannot be opened .*: (get the right to read it|see that its disk is well)"
+        ):
+            reader.chunk(0)
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.ENOMEM])
+def test_a_state_is_not_opened_while_descriptors_or_memory_have_run_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    tier = LocalTier(tmp_path)
+    base = tier.put(small("base", 1)).manifest
+    tier.put(small("s", 1, 2), base=base)
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.MonkeyPatch.context() as patch:
+        refuse(patch, number, "base.0.safetensors")
+        with pytest.raises(Unavailable, match=r"state s cannot be read in .*: (raise the limit of open files|free memory)"):
+            tier.open("s")
+    assert len(os.listdir("/proc/self/fd")) == before
+    with tier.open("s") as reader:
+        assert stream(reader) == chunks_of(small("s", 1, 2))
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENOMEM])
+def test_a_pack_that_cannot_be_mapped_is_not_called_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    tier = LocalTier(tmp_path)
+    tier.put(small("s", 1))
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    with tier.open("s") as reader:
+        monkeypatch.setattr(mmap, "mmap", full)
+        with pytest.raises(Unavailable, match=r"cannot be mapped .*: (raise the limit of open files|free memory)"):
+            reader.span(0, 10)
+
+
+def refuse(patch: pytest.MonkeyPatch, number: int, name: str) -> None:
+    """Let the kernel refuse to open the file of that name."""
+
+    def opened(path: str | Path) -> int:
+        if Path(path).name == name:
+            raise OSError(number, os.strerror(number), str(path))
+        return open_regular(path)
+
+    patch.setattr(mapped, "open_regular", opened)
+
+
 def test_a_manifest_under_another_name_is_refused(tmp_path: Path) -> None:
     tier = LocalTier(tmp_path)
     tier.put(small("s", 1))
@@ -275,6 +349,21 @@ def test_no_pack_is_removed_while_a_manifest_cannot_be_read(tmp_path: Path, capl
     flip(tmp_path / "s.0.manifest", 40)
     with tier.open("s") as reader:
         assert stream(reader) == chunks_of(small("s", 1, 3))
+
+
+def test_packs_are_removed_again_once_descriptors_have_not_run_out_any_more(tmp_path: Path) -> None:
+    tier = LocalTier(tmp_path)
+    for uid in ("a", "b"):
+        tier.put(small(uid, ord(uid)))
+
+    def lacking(path: str | Path, *, most: int) -> bytes:
+        raise OSError(errno.EMFILE, "Too many open files", str(path))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(references, "read_regular", lacking)
+        tier.forget(["a"])
+        assert tier.sweep() == []
+    assert [path.name for path in tier.sweep()] == ["a.0.safetensors"]
 
 
 def test_a_damaged_state_can_be_removed(tmp_path: Path) -> None:

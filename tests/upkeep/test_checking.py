@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,10 +16,12 @@ from datastates import Config, Corrupt, InvalidInput, Repository
 from datastates.content.envelope import wrap
 from datastates.lineage.schema import SealRow
 from datastates.opening.chronicle import CHRONICLES, chronicles
+from datastates.store import mapped
 from datastates.store.local import LocalTier
-from datastates.testing.states import small
+from datastates.system.regular import open_regular
+from datastates.testing.states import part, small
 from datastates.upkeep.checking import Limits, check_all
-from tests.support.effort import part
+from tests.support.effort import part as some_of
 
 QUIET = Config(memory_bytes=64 << 20, durable_interval_s=None)
 
@@ -118,6 +121,33 @@ def test_a_check_goes_on_where_it_was_ended(repo: Repository) -> None:
         repo.verify("main", since=uids[1])  # type: ignore[call-overload]  # what nobody should ask
 
 
+def test_a_state_of_several_parts_is_no_mark_before_the_last_of_them_was_read(repo: Repository) -> None:
+    tier, uid = LocalTier(repo.location.packs), "0" * 24
+    for rank in range(2):
+        tier.put(part(uid, rank, rank))
+    marks: list[str] = []
+    check_all(repo.core, Limits(threads=1), on_mark=marks.append)
+    assert marks == sorted({uid, *(state.uid for state in repo.log("main"))})
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.EACCES])
+def test_what_may_be_sound_and_cannot_be_opened_is_unread_and_not_damaged(
+    repo: Repository, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    uid = repo.state("main").uid
+
+    def refused(path: str | Path) -> int:
+        if Path(path) == path_of(repo, uid, "safetensors"):
+            raise OSError(number, os.strerror(number), str(path))
+        return open_regular(path)
+
+    monkeypatch.setattr(mapped, "open_regular", refused)
+    found = repo.verify()
+    assert found.damage == ()
+    assert [f"{uid}.0.safetensors" in text for text in found.unread] == [True]
+    assert repo.repair().repaired == ()
+
+
 def test_a_state_that_nobody_was_told_of_is_checked_too(repo: Repository) -> None:
     LocalTier(repo.location.packs).put(small("stranger", 1))
     flip(repo.location.packs / "stranger.0.safetensors", 4096)
@@ -135,7 +165,7 @@ def test_every_flip_in_a_small_pack_and_manifest_is_found_by_verify_and_by_resto
             size = path.stat().st_size
             assert size < 32 << 10
             missed = []
-            for at in part(range(size)):
+            for at in some_of(range(size)):
                 flip(path, at, at % 8)
                 if not _is_found(repo, uid, tensor=kind == "safetensors"):
                     missed.append(at)
@@ -155,7 +185,7 @@ def test_every_flip_in_a_chronicle_is_found_by_verify_and_mended_by_repair(tmp_p
         whole = path.read_bytes()
         assert whole.count(b"DSCHRON") >= 2
         assert repo.verify().unread == ()
-        for at in part(range(len(whole))):
+        for at in some_of(range(len(whole))):
             flip(path, at, at % 8)
             (said,) = check_all(repo.core, Limits(threads=1)).unread
             assert "chronicle" in said, at
@@ -204,7 +234,7 @@ def test_every_change_of_a_seal_is_found_by_verify(tmp_path: Path) -> None:
         repo.verify(uid)
         with repo.core.database.read() as session:
             sealed = session.execute(select(SealRow.digest)).scalar_one()
-        for at in part(range(len(sealed))):
+        for at in some_of(range(len(sealed))):
             changed = sealed[:at] + "0123456789abcdef"[int(sealed[at], 16) ^ 1] + sealed[at + 1 :]
             with repo.core.database.write() as session:
                 session.execute(update(SealRow).values(digest=changed))

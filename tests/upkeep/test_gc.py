@@ -15,7 +15,9 @@ import torch
 import datastates
 from datastates import Config, Conflict, Repository, Unavailable
 from datastates.export.bundle import export_bundle, import_bundle
+from datastates.lineage.change.clones import repository_uid
 from datastates.lineage.states import Status
+from datastates.opening.chronicle import CHRONICLES
 from datastates.store.local import LocalTier
 from datastates.testing import fail_at
 from datastates.testing.states import small
@@ -85,6 +87,42 @@ def test_states_that_the_lineage_does_not_know_stay_and_are_said(repo: Repositor
     assert uid in done.left[0]
     with datastates.open(other, packs=repo.location.packs, config=QUIET) as second:
         assert second.load(uid)["weight"].shape == (5,)
+
+
+@pytest.fixture
+def second(repo: Repository, tmp_path: Path) -> Path:
+    """Another lineage in the folder of the first, which has taken in the oldest but one state of that."""
+    uid = repo.log("main")[-2].uid
+    export_bundle(repo, [uid], tmp_path / "bundle")
+    datastates.open(tmp_path / "second", config=QUIET).close()
+    with datastates.open(tmp_path / "second", packs=repo.location.packs, config=QUIET) as second:
+        import_bundle(second, tmp_path / "bundle")
+        second.tag("keep", uid)
+    return tmp_path / "second"
+
+
+def test_files_of_an_evicted_state_stay_for_another_lineage_that_names_it(repo: Repository, second: Path) -> None:
+    uids = [state.uid for state in repo.log("main")]
+    before = files(repo)
+    assert evict(repo.core, uids[-2]) == 0
+    assert repo.state(uids[-2]).status is Status.EVICTED
+    for done in (repo.gc(dry_run=True), repo.gc()):
+        assert (done.states, done.bytes_freed) == ((), 0)
+        (said,) = done.left
+        assert f"state {uids[-2]} in " in said
+        assert "of this folder names it too" in said
+    assert files(repo) == before
+    with datastates.open(second, packs=repo.location.packs, config=QUIET) as other:
+        assert other.load("keep")["weight"][0] == 2
+    for path in (repo.location.packs / CHRONICLES).iterdir():
+        if path.name != uid_of_lineage(repo):
+            path.unlink()
+    assert repo.gc().states == (uids[-2],), "nobody else names it any more"
+
+
+def uid_of_lineage(repo: Repository) -> str:
+    with repo.core.reading() as session:
+        return repository_uid(session)
 
 
 def test_states_that_no_lineage_was_told_of_are_deleted_when_that_is_asked_for(repo: Repository, tmp_path: Path) -> None:

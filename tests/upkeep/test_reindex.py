@@ -15,8 +15,10 @@ from sqlalchemy import text
 
 import datastates
 from datastates import Config, Conflict, InvalidInput, NotFound, Repository, State
+from datastates.export.bundle import export_bundle, import_bundle
 from datastates.lineage.database import Database
 from datastates.lineage.states import Status
+from datastates.opening import chronicle
 from datastates.opening.chronicle import CHRONICLES, Chronicle, catch_up, chronicles
 from datastates.opening.location import DATABASE
 from datastates.upkeep.eviction import evict
@@ -333,6 +335,51 @@ def test_a_folder_of_two_lineages_says_so(folder: Path, tmp_path: Path) -> None:
     assert told(folder) == before
     with pytest.raises(NotFound, match="no lineage 'x'"):
         datastates.reindex(folder, lineage="x", replace=True)
+
+
+def test_states_that_another_lineage_took_in_come_back_and_stay(folder: Path, tmp_path: Path) -> None:
+    """Those that it names only as ancestors of what it took in are ours no less."""
+    packs, other = folder / "packs", tmp_path / "other"
+    (ours,) = chronicles(packs)
+    with datastates.open(folder, config=QUIET) as repo:
+        export_bundle(repo, ["main"], tmp_path / "bundle")
+        head = repo.state("main").uid
+    datastates.open(other, config=QUIET).close()
+    with datastates.open(other, packs=packs, config=QUIET) as second:
+        import_bundle(second, tmp_path / "bundle")
+        second.branch("mine", head)
+    before = told(folder)
+    lose(folder)
+    report = datastates.reindex(folder, lineage=ours.lineage)
+    assert report.lacking == ()
+    assert told(folder) == before
+    with datastates.open(folder, config=QUIET) as repo:
+        assert repo.gc().states == ()
+    with datastates.open(other, packs=packs, config=QUIET) as second:
+        assert second.load("mine")["weight"][0] == 6
+
+
+def test_a_folder_that_lost_its_identity_gets_one_under_which_its_states_are_known(folder: Path) -> None:
+    """As when it was brought here by a program that leaves out hidden files."""
+    packs = folder / "packs"
+    (packs / ".identity").unlink()
+    lose(folder)
+    datastates.reindex(folder)
+    with datastates.open(folder, config=QUIET) as repo:
+        durable = [state.uid for state in repo.find("step >= 0") if state.status is Status.DURABLE]
+        (packs / f"{durable[0]}.0.manifest").unlink()
+        assert repo.verify().hurt == (durable[0],)
+        assert repo.prune("latest:1", dry_run=True).dropped
+
+
+def test_news_too_large_for_one_frame_are_told_in_several(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chronicle, "_FULL_BYTES", 2000)
+    with datastates.open(tmp_path / "runs", config=QUIET) as repo:
+        uids = train(repo, "main", 30)
+        assert catch_up(repo.core.database, repo.location.packs)
+    (found,) = chronicles(tmp_path / "runs" / "packs")
+    assert [state.uid for entry in found.entries for state in entry.states] == uids
+    assert len(found.entries) > 4
 
 
 def test_nothing_is_rebuilt_under_a_training_that_goes_on(folder: Path) -> None:

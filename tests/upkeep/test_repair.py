@@ -95,13 +95,17 @@ def test_a_damaged_header_needs_no_other_place(folder: Path) -> None:
         check(repo)
 
 
+@pytest.mark.parametrize("is_sealed", [False, True])
 @pytest.mark.parametrize("kind", ["flipped", "missing"])
-def test_a_damaged_manifest_comes_back(folder: Path, made: Path, kind: str) -> None:
+def test_a_damaged_manifest_comes_back(folder: Path, made: Path, kind: str, is_sealed: bool) -> None:
     with datastates.open(folder, config=QUIET) as repo:
+        if is_sealed:
+            repo.verify(uids(repo)[1])
         path = repo.location.packs / f"{uids(repo)[1]}.0.manifest"
         path.unlink() if kind == "missing" else flip(path, 30)
         (hurt,) = repo.repair().hurt
         assert (hurt.state, hurt.nearest) == (uids(repo)[1], uids(repo)[0])
+        assert "no other place has it" in hurt.problem
         assert repo.repair(source=made / "packs").repaired == (uids(repo)[1],)
         check(repo)
         assert repo.gc().bytes_freed < 16 << 10, "what it shares was not written again"
