@@ -14,8 +14,9 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from sqlalchemy import URL, Connection, Engine, create_engine, event, exc, make_url, text
 from sqlalchemy.pool import QueuePool
@@ -23,7 +24,7 @@ from sqlalchemy.pool import QueuePool
 from datastates.errors import Closed, Conflict, Corrupt, DatastatesError, InvalidInput, NotFound, Unavailable
 from datastates.system import masking
 from datastates.system.deeds import deed
-from datastates.system.interrupts import checkpoint, undisturbed
+from datastates.system.interrupts import Mutex, checkpoint, undisturbed
 from datastates.system.sharing import FILE_MODE, make_folders, share
 
 from . import anchor, deadline
@@ -31,7 +32,10 @@ from .frozen import Frozen, why_frozen
 from .migrations import HEAD, KNOWN, new
 from .session import Session
 
-__all__ = ["Database", "translate"]
+if TYPE_CHECKING:
+    from sqlalchemy import ExceptionContext
+
+__all__ = ["Database", "translate", "undeterred"]
 
 BUSY_TIMEOUT_S = 60.0
 UPGRADE_TIMEOUT_S = 3600.0
@@ -44,6 +48,17 @@ _PATIENT = "datastates_patient"
 _ASK_AGAIN_MS = 3  # SQLite retries after 1 ms and after 2 ms more; after that it would wait longer and longer
 _DURABLE = "datastates_durable"
 _CANCELLED = "57014"  # PostgreSQL's code for a statement that was cancelled
+_OVERTAKEN = ("40001", "40P01")  # a conflict of transactions, a deadlock
+_PASSING = {
+    "25006": "it takes no writes now",
+    "25P03": "it ended a transaction that paused",
+    "25P04": "it ended a transaction that took long",
+    "26000": "what pools its connections mixed them up",
+    "42P05": "what pools its connections mixed them up",
+}
+"""PostgreSQL's codes for what says nothing about a statement, and passes; a connection made later may not see it at all."""
+_ATTEMPTS = 3
+_BEYOND_LIMITS = "54"  # PostgreSQL's class for what it has no room for at all
 _DISK_FULL = "53100"  # PostgreSQL's code for a full disk
 _UNWRITTEN = {
     *(sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_WRITE, sqlite3.SQLITE_IOERR_TRUNCATE),
@@ -52,6 +67,8 @@ _UNWRITTEN = {
 """SQLite's codes for it."""
 _PATIENCE = {"connect_timeout": 10, "keepalives_idle": 10, "keepalives_interval": 5, "keepalives_count": 4, "tcp_user_timeout": 30_000}
 """A server that was cut off is found dead within half a minute, not only when the kernel gives up. The URL may set other values."""
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 _migrating = threading.Lock()  # Alembic's context is a global of the process
 
 
@@ -72,7 +89,9 @@ class Database:
         self.url = parsed.render_as_string(hide_password=False)
         self._shown = masking.text(parsed.render_as_string(hide_password=True))
         self._pid = os.getpid()
+        self._turn = Mutex()
         self._closed = False
+        self._sessions = 0
         self.read_only: str | None = None
         self._frozen: Frozen | None = None
         path = Path(parsed.database or "")
@@ -130,17 +149,21 @@ class Database:
         return self._closed
 
     def close(self) -> None:
-        """Close every connection; idempotent."""
-        self._closed = True
+        """Take no more transactions, and close every connection: now, or when the last transaction under way ends. Idempotent."""
+        with self._turn:
+            self._closed = True
+            if not self._sessions:
+                self._release()
+
+    def _release(self) -> None:
         if self._pid == os.getpid():
-            with undisturbed():
-                held = None if self._anchor is None else self._anchor.detach()
-                if held is None:
-                    self._engine.dispose()
-                else:
-                    held[1](self._engine.dispose)
-                if self._frozen is not None:
-                    self._frozen.close()
+            held = None if self._anchor is None else self._anchor.detach()
+            if held is None:
+                self._engine.dispose()
+            else:
+                held[1](self._engine.dispose)
+            if self._frozen is not None:
+                self._frozen.close()
 
     @contextmanager
     def _writing(self, engine: Engine) -> Iterator[Session]:
@@ -151,17 +174,36 @@ class Database:
 
     @contextmanager
     def _session(self, engine: Engine) -> Iterator[Session]:
-        if self._closed:
-            raise Closed(f"the lineage {self._shown} was closed: open it again")
         if self._pid != os.getpid():
             raise Closed(f"the lineage {self._shown} was opened by process {self._pid}: open it again in this one")
-        if self._frozen is not None and self._frozen.has_changed():
-            self._engine.dispose()
         try:
-            with deed(f"asking the lineage {self._shown}"), undisturbed(), Session(engine) as session, deadline.enforced(session):
+            with (
+                undisturbed(),
+                self._used(),
+                deed(f"asking the lineage {self._shown}"),
+                Session(engine) as session,
+                deadline.enforced(session),
+            ):
                 yield session
         except (exc.SQLAlchemyError, sqlite3.Error) as error:
             raise translate(error, self._shown) from error
+
+    @contextmanager
+    def _used(self) -> Iterator[None]:
+        """Keep the connections and the anchor for the block: to close any descriptor of the file releases the locks of a transaction."""
+        with self._turn:
+            if self._closed:
+                raise Closed(f"the lineage {self._shown} was closed: open it again")
+            if self._frozen is not None and self._frozen.has_changed():
+                self._engine.dispose()
+            self._sessions += 1
+        try:
+            yield
+        finally:
+            with self._turn:
+                self._sessions -= 1
+                if self._closed and not self._sessions:
+                    self._release()
 
     def _open(self, *, create: bool) -> None:
         with self._session(self._reader) as session:
@@ -218,9 +260,13 @@ def translate(error: exc.SQLAlchemyError | sqlite3.Error, where: str) -> Datasta
     said = masking.text(said)
     code = getattr(origin, "sqlstate", None)
     lower = said.lower()
-    if code == _CANCELLED or getattr(origin, "sqlite_errorcode", 0) == sqlite3.SQLITE_INTERRUPT:
+    if deadline.is_set() and (code == _CANCELLED or getattr(origin, "sqlite_errorcode", 0) == sqlite3.SQLITE_INTERRUPT):
         return deadline.overdue()
-    if code in ("40001", "40P01"):
+    if code == _CANCELLED:
+        return Unavailable(f"{where} gave up what it was asked ({said}): see who cancels there, and its statement_timeout")
+    if code in _PASSING:
+        return Unavailable(f"{where} does not answer as it should: {_PASSING[code]} ({said})")
+    if code in _OVERTAKEN:
         return Conflict(f"{where}: another transaction was first, nothing was changed: do it again ({said})")
     if isinstance(error, exc.TimeoutError):
         return Unavailable(f"{where}: every connection of this process is in use ({said})")
@@ -238,13 +284,33 @@ def translate(error: exc.SQLAlchemyError | sqlite3.Error, where: str) -> Datasta
         )
     if isinstance(error, exc.IntegrityError):
         return Conflict(f"{where}: what is written collides with what is there ({said})")
-    if isinstance(error, exc.DataError):
+    if isinstance(error, exc.DataError) or (code or "").startswith(_BEYOND_LIMITS):
         return InvalidInput(f"{where} cannot hold a value ({said})")
     if isinstance(origin, sqlite3.OperationalError) or isinstance(error, exc.OperationalError | exc.InterfaceError):
         if not isinstance(origin, sqlite3.Error) and "does not exist" in lower:
             return NotFound(f"{where} does not exist ({said}): create the database first")
         return Unavailable(f"{where} does not answer ({said})")
     return DatastatesError(f"{where}: {said}")
+
+
+def undeterred(transact: Callable[_P, _T]) -> Callable[_P, _T]:
+    """A function that is one transaction, done again where another transaction was in its way.
+
+    :raises Unavailable: (the returned function) one was in its way each time.
+    """
+
+    @wraps(transact)
+    def insist(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        for _ in range(_ATTEMPTS):
+            try:
+                return transact(*args, **kwargs)
+            except Conflict as error:
+                if getattr(getattr(error.__cause__, "orig", None), "sqlstate", None) not in _OVERTAKEN:
+                    raise
+                last = error
+        raise Unavailable(f"after {_ATTEMPTS} attempts: {last}") from last
+
+    return insist
 
 
 def _nothing() -> None:
@@ -356,6 +422,7 @@ def _postgresql_engine(url: URL) -> Engine:
         raise Unavailable("PostgreSQL needs its driver: pip install 'datastates[postgresql]'") from error
     event.listen(engine, "connect", _on_postgresql_connect)
     event.listen(engine, "begin", _on_postgresql_begin)
+    event.listen(engine, "handle_error", _on_postgresql_error)
     return engine
 
 
@@ -370,6 +437,12 @@ def _on_postgresql_begin(connection: Connection) -> None:
     if connection.get_execution_options().get(_DURABLE) is False:
         raw: Any = connection.connection.dbapi_connection
         raw.execute("SET LOCAL synchronous_commit TO OFF")
+
+
+def _on_postgresql_error(context: ExceptionContext) -> None:
+    """Drop the connections that a passing trouble concerns: those to a server that another one has replaced would stay there."""
+    if getattr(context.original_exception, "sqlstate", None) in _PASSING:
+        context.is_disconnect = True
 
 
 def _version(connection: Connection) -> str | None:

@@ -19,7 +19,7 @@ from datastates.errors import InvalidInput
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
 
-__all__ = ["enforced", "overdue", "within"]
+__all__ = ["enforced", "is_set", "overdue", "within"]
 
 _STEPS = 10_000  # of SQLite's virtual machine between two checks of the clock: some 100 us
 _until: ContextVar[tuple[float, float] | None] = ContextVar("datastates_deadline", default=None)
@@ -36,6 +36,11 @@ def within(seconds: float) -> Iterator[None]:
         yield
     finally:
         _until.reset(token)
+
+
+def is_set() -> bool:
+    """Whether a deadline holds for this thread or task."""
+    return _until.get() is not None
 
 
 def _check(*_: object) -> None:

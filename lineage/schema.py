@@ -8,7 +8,22 @@ from __future__ import annotations
 from datetime import UTC, datetime, timedelta
 from typing import cast
 
-from sqlalchemy import JSON, BigInteger, ForeignKey, Index, Integer, LargeBinary, MetaData, String, Table, Text
+from sqlalchemy import (
+    JSON,
+    BigInteger,
+    ColumnElement,
+    ForeignKey,
+    Index,
+    Integer,
+    LargeBinary,
+    MetaData,
+    String,
+    Table,
+    Text,
+    collate,
+    func,
+    literal_column,
+)
 
 from .declared import DeclarativeBase, Mapped, mapped_column
 
@@ -36,6 +51,7 @@ __all__ = [
     "StateRow",
     "StretchRow",
     "VariantRow",
+    "beginning",
     "from_us",
     "table",
     "to_us",
@@ -59,6 +75,19 @@ NAMING = {
     "fk": "fk_%(table_name)s_%(column_0_N_name)s_%(referred_table_name)s",
     "pk": "pk_%(table_name)s",
 }
+
+
+def beginning(text: ColumnElement[str]) -> ColumnElement[str]:
+    """As much of a text column as an index of PostgreSQL holds, compared by code point. An entry there takes 2704 bytes at most."""
+    return func.left(collate(text, "C"), literal_column("255"))
+
+
+def _of_texts(table: str, owner: str) -> tuple[Index, Index]:
+    """The index of texts by key, whose ``info`` says the database that it is for: SQLite indexes whole texts."""
+    return (
+        Index(None, "key", "text", owner, info={"dialect": "sqlite"}),
+        Index(f"ix_{table}_key_beginning_{owner}", "key", beginning(literal_column("text")), owner, info={"dialect": "postgresql"}),
+    )
 
 
 class Base(DeclarativeBase):
@@ -97,7 +126,7 @@ class SettingRow(Base):
     """One value of a run's configuration, stored by type as an attribute is; dots separate nested names."""
 
     __tablename__ = "setting"
-    __table_args__ = (Index(None, "key", "number", "run_id"), Index(None, "key", "text", "run_id"), NO_ROWID)
+    __table_args__ = (Index(None, "key", "number", "run_id"), *_of_texts("setting", "run_id"), NO_ROWID)
 
     run_id: Mapped[int] = mapped_column(ForeignKey("run.id"), primary_key=True)
     key: Mapped[str] = mapped_column(String(255), primary_key=True)
@@ -168,7 +197,7 @@ class AttributeRow(Base):
     """
 
     __tablename__ = "attribute"
-    __table_args__ = (Index(None, "key", "number", "state_id"), Index(None, "key", "text", "state_id"), NO_ROWID)
+    __table_args__ = (Index(None, "key", "number", "state_id"), *_of_texts("attribute", "state_id"), NO_ROWID)
 
     state_id: Mapped[int] = mapped_column(ForeignKey("state.id"), primary_key=True)
     key: Mapped[str] = mapped_column(String(255), primary_key=True)

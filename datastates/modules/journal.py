@@ -28,7 +28,7 @@ from datastates.errors import Conflict, DatastatesError, InvalidInput, NotFound,
 from datastates.lineage.change import clones, parts, runs
 from datastates.lineage.change import record as lineage_record
 from datastates.lineage.change.replicas import held
-from datastates.lineage.database import Database
+from datastates.lineage.database import Database, undeterred
 from datastates.lineage.search import walk
 from datastates.lineage.search.outcomes import Outcome, outcomes
 from datastates.lineage.states import GivenUp, Run, State, Status, Why
@@ -288,6 +288,7 @@ class Journal:
         """Whether a state left this process's memory, and that was not told yet."""
         return uid in self._evicted
 
+    @undeterred
     def tell_evictions(self) -> None:
         """Tell now which states left memory.
 
@@ -412,9 +413,7 @@ class Journal:
         said = replace(self._parts.said(told), evicted=tuple(evicted), tier=CAPTURED, holder=self._holder, is_durable=is_durable)
         states: list[State] = []
         if whole:
-            with self._database.write(durable=is_durable) as session:
-                states = lineage_record.record_all(session, [entry.new for entry in whole])
-                (heard,) = tell(session, [said])
+            states, heard = self._tell_whole(whole, said)
         else:
             heard = self._teller.tell(said)
         self._told.update((entry.new.uid, entry) for entry in whole)
@@ -424,6 +423,13 @@ class Journal:
         self._parts.begin(told)
         self._heed(said, heard)
         return {**{state.uid: state for state in states}, **dict.fromkeys((entry.new.uid for entry in told), None)}
+
+    @undeterred
+    def _tell_whole(self, entries: Sequence[Entry], said: Said) -> tuple[list[State], Heard]:
+        with self._database.write(durable=said.is_durable) as session:
+            states = lineage_record.record_all(session, [entry.new for entry in entries])
+            (heard,) = tell(session, [said])
+        return states, heard
 
     def _heed(self, said: Said, heard: Heard) -> None:
         """Act on what was heard of parts; each part waits until its listener knows. Parts that the lineage does not know are told again."""
@@ -534,6 +540,7 @@ class Journal:
         for uid in self._evicted.settle():
             self._told.pop(uid, None)
 
+    @undeterred
     def _recall(self) -> bool:
         """Tell again what the database has forgotten, runs included; returns whether there was anything."""
         with self._database.read() as session:

@@ -21,7 +21,7 @@ import msgspec
 from datastates.errors import DatastatesError, Disconnected
 from datastates.lineage.change.parts import Telling, give_up, record_parts, skip_part, want_parts, wanted_parts
 from datastates.lineage.change.replicas import evict, mark
-from datastates.lineage.database import Database
+from datastates.lineage.database import Database, undeterred
 from datastates.lineage.search.outcomes import Outcome, outcomes_of, statuses_of
 from datastates.lineage.states import StateFacts, Status, Why
 from datastates.system.deeds import deed
@@ -165,10 +165,11 @@ class Teller:
         if desk is not None:
             desk.close()
 
+    @undeterred
     def tell(self, said: Said) -> Heard:
         """Tell this now, and hear what is known then.
 
-        :raises Unavailable: the database is away.
+        :raises Unavailable: the database is away, or other transactions are in the way again and again.
         :raises DatastatesError: (another) the lineage refuses it; nothing was told.
         """
         heard = None if self._caller is None else self._hand_in(self._caller, said)

@@ -39,8 +39,14 @@ class Location:
 
     @property
     def is_present(self) -> bool:
-        """Whether the lineage's file is there. A database server counts as there: it is asked only when it is opened."""
-        return self.root is None or (self.root / DATABASE).is_file()
+        """Whether the lineage's file is there, and not empty, as an interrupted copy or a full disk leaves it.
+
+        A database server counts as there: it is asked only when it is opened.
+        """
+        if self.root is None:
+            return True
+        file = self.root / DATABASE
+        return file.is_file() and file.stat().st_size > 0
 
     def __str__(self) -> str:
         """A text that may be shown: the folder, or the server's URL without its password."""
@@ -84,9 +90,11 @@ def check_whole(location: Location) -> None:
         return
     count = len({path.name.partition(".")[0] for path in location.packs.glob("[!.]*.manifest")})
     if count:
+        is_empty = location.root is not None and (location.root / DATABASE).exists()
         raise NotFound(
-            f"{location.packs} holds {count} states, but their lineage, {location.root}/{DATABASE}, is gone: bring it back from a copy, "
-            "rebuild it from the packs by `datastates reindex`, or begin anew in another folder (`datastates import` takes in a bundle)"
+            f"{location.packs} holds {count} states, but their lineage, {location.root}/{DATABASE}, is {'empty' if is_empty else 'gone'}: "
+            f"bring it back from a copy, rebuild it from the packs by `datastates reindex{' --replace' if is_empty else ''}`, or begin "
+            "anew in another folder (`datastates import` takes in a bundle)"
         )
 
 

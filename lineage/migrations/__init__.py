@@ -17,5 +17,6 @@ KNOWN = (
     "datastates_0009",
     "datastates_0010",
     "datastates_0011",
+    "datastates_0012",
 )
 HEAD = KNOWN[-1]

@@ -2,7 +2,7 @@ CREATE TABLE alembic_version (
 	version_num VARCHAR(32) NOT NULL, 
 	CONSTRAINT alembic_version_pkc PRIMARY KEY (version_num)
 );
-INSERT INTO "alembic_version" VALUES('datastates_0011');
+INSERT INTO "alembic_version" VALUES('datastates_0012');
 CREATE TABLE amendment (
 	id INTEGER NOT NULL, 
 	kind VARCHAR(12) NOT NULL, 

@@ -37,7 +37,19 @@ from sqlalchemy import (
 
 from datastates.errors import SyntaxProblem
 from datastates.lineage.lookup import id_of
-from datastates.lineage.schema import EXACT_INT, AttributeRow, MetricRow, RefRow, RunRow, SettingRow, StateRow, from_us, table, to_us
+from datastates.lineage.schema import (
+    EXACT_INT,
+    AttributeRow,
+    MetricRow,
+    RefRow,
+    RunRow,
+    SettingRow,
+    StateRow,
+    beginning,
+    from_us,
+    table,
+    to_us,
+)
 from datastates.lineage.states import RefKind
 
 from .grammar import clamp
@@ -116,7 +128,7 @@ def ids(node: Node, dialect: str) -> Select[Any] | None:
             )
         case Compare(Field(name="attr") as at, operator, value) if operator != "~":
             found = select(_attribute.c.state_id).where(_attribute.c.key == at.key, _typed_is(_attribute, operator, value, dialect))
-            return _along(found, _attribute.c.text if isinstance(value, str) else _attribute.c.number, dialect)
+            return _along(found, beginning(_attribute.c.text) if isinstance(value, str) else _attribute.c.number, dialect)
         case Compare(Field(name="config") as at, operator, value) if operator != "~":
             return select(_state.c.id).where(_of_setting(at.key, _typed_is(_setting, operator, value, dialect)))
         case Compare(Field(name="uid"), "=", str(prefix)):
@@ -246,7 +258,9 @@ def _typed_is(belongs: Any, operator: str, value: Value, dialect: str) -> Column
             return and_(belongs.c.type == "bool", metric_is(belongs.c.number, operator, value))
         case int() | float():
             return and_(belongs.c.type.in_(_NUMBERS), _number_is(belongs, operator, value, dialect))
-    return and_(belongs.c.type == "str", _text_is(belongs.c.text, operator, value, dialect))
+    return and_(
+        belongs.c.type == "str", *_begins_so(belongs.c.text, operator, value, dialect), _text_is(belongs.c.text, operator, value, dialect)
+    )
 
 
 def _number_is(belongs: Any, operator: str, value: float, dialect: str) -> ColumnElement[bool]:
@@ -282,6 +296,14 @@ def _text_is(column: ColumnElement[Any], operator: str, value: Value, dialect: s
     if operator in ("=", "!="):
         return _operate(column, operator, text)
     return _operate(by_code_point(column, dialect), operator, text)
+
+
+def _begins_so(column: ColumnElement[Any], operator: str, value: Value, dialect: str) -> list[ColumnElement[bool]]:
+    """What a comparison implies of the beginnings of both texts, which are all that an index of PostgreSQL holds of a text."""
+    if dialect != "postgresql" or operator in ("~", "!="):
+        return []
+    implied = operator if operator == "=" else f"{operator[0]}="
+    return [_operate(beginning(column), implied, beginning(literal(value, String)))]
 
 
 def _begins(column: ColumnElement[Any], prefix: str) -> ColumnElement[bool]:

@@ -24,9 +24,13 @@ _LATE = 256
 
 
 def is_behind(session: Session, mark: Mark) -> bool:
-    """Whether this lineage lacks what its chronicle was told: it was restored from an older copy, or it is another one."""
+    """Whether this lineage lacks what its chronicle was told: it was restored from an older copy, or it is another one.
+
+    A PostgreSQL server that is killed forgets its last moments, and is told of them again: its rows then have other ids, among the newest.
+    """
     if mark.state and session.execute(_STATE_AT, {"at": mark.state}).scalar() != mark.state_uid:
-        return True
+        again = session.execute(_ID_OF, {"uid": mark.state_uid}).scalar()
+        return again is None or again <= mark.state - _late(session)
     if mark.event and session.execute(_EVENT_AT, {"at": mark.event}).scalar() != mark.event_at:
         return True
     if mark.clone and session.execute(_CLONE_AT, {"at": mark.clone}).scalar() != mark.clone_at:
@@ -36,7 +40,7 @@ def is_behind(session: Session, mark: Mark) -> bool:
 
 def news(session: Session, mark: Mark, *, most: int) -> Entry | None:
     """What came after ``mark``, at most ``most`` of each kind; None when nothing did."""
-    late = _LATE if mark.state and session.get_bind().dialect.name == "postgresql" else 0
+    late = _late(session) if mark.state else 0
     runs = _runs(session, _NEW_RUNS, {"after": mark.run, "most": most})
     ids = list(session.execute(_NEW_STATES, {"after": mark.state - late, "most": most + late}).scalars())
     events = _events(session, mark.event - late, most + late)
@@ -81,6 +85,10 @@ def news(session: Session, mark: Mark, *, most: int) -> Entry | None:
         reports=() if amended is None else amended.reports,
         attributes=() if amended is None else amended.attributes,
     )
+
+
+def _late(session: Session) -> int:
+    return _LATE if session.get_bind().dialect.name == "postgresql" else 0
 
 
 def _runs(session: Session, query: Select[Any], which: dict[str, object]) -> dict[int, RunLine]:
@@ -158,6 +166,7 @@ _state, _run, _event, _ref, _note, _clone, _repository = (
 _old, _new = _state.alias("old"), _state.alias("new")
 _after, _most = bindparam("after", type_=BigInteger), bindparam("most", type_=Integer)
 _STATE_AT = select(_state.c.uid).where(_state.c.id == bindparam("at"))
+_ID_OF = select(_state.c.id).where(_state.c.uid == bindparam("uid"))
 _EVENT_AT = select(_event.c.created_at).where(_event.c.id == bindparam("at"))
 _CLONE_AT = select(_clone.c.created_at).where(_clone.c.id == bindparam("at"))
 _NEW_RUNS = select(_run).where(_run.c.id > _after).order_by(_run.c.id).limit(_most)

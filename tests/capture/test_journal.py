@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from sqlalchemy import create_engine, text
 
 import datastates
 from datastates.capture import lookout
 from datastates.config import Config
 from datastates.content.manifest import CHUNK_BYTES
-from datastates.errors import Conflict, Unavailable
+from datastates.errors import Conflict, InvalidInput, Unavailable
 from datastates.lineage.database import Database
 from datastates.lineage.states import Status
 from datastates.modules import journal, leaving
@@ -88,6 +89,61 @@ def capture(run: Tracker, weight: torch.Tensor, count: int = 1) -> list[datastat
         weight += 1
         made.append(run.capture())
     return made
+
+
+@contextmanager
+def failing(url: str, code: str, times: int) -> Iterator[None]:
+    """Has a PostgreSQL server fail with an error of its own as often, before it takes a state."""
+    fail = f"IF nextval('tries') <= {times} THEN RAISE EXCEPTION 'as it fails' USING ERRCODE = '{code}'; END IF; RETURN NEW;"
+    server = create_engine(url, isolation_level="AUTOCOMMIT")
+    with server.connect() as connection:
+        connection.execute(text("CREATE SEQUENCE tries"))
+        connection.execute(text(f"CREATE FUNCTION fail() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN {fail} END $$"))
+        connection.execute(text("CREATE TRIGGER fails BEFORE INSERT ON state FOR EACH STATEMENT EXECUTE FUNCTION fail()"))
+        try:
+            yield
+        finally:
+            connection.execute(text("DROP FUNCTION fail CASCADE"))
+            connection.execute(text("DROP SEQUENCE tries"))
+    server.dispose()
+
+
+@pytest.mark.parametrize(
+    ("code", "times", "is_said"),
+    [("40P01", 2, False), ("40P01", 7, True), ("25006", 3, True), ("57014", 3, True), ("26000", 3, True), ("53200", 3, True)],
+)
+def test_a_server_that_cannot_take_a_state_for_now_takes_it_later(
+    postgresql_url: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    code: str,
+    times: int,
+    is_said: bool,
+) -> None:
+    monkeypatch.setattr(lookout, "EVERY_S", 0.01)
+    with datastates.open(postgresql_url, packs=tmp_path / "packs", memory_bytes=4 * CHUNK_BYTES) as repo:
+        run, weight = begin(repo)
+        first = capture(run, weight)[0].wait(timeout_s=60)
+        with failing(postgresql_url, code, times):
+            made = [handle.wait(timeout_s=60) for handle in capture(run, weight, 2)]
+        assert [state.uid for state in repo.log("main")] == [*(state.uid for state in reversed(made)), first.uid]
+    assert ("the lineage does not answer" in caplog.text) is is_said
+
+
+def test_a_state_that_the_server_can_never_take_is_refused_alone(postgresql_url: str, tmp_path: Path) -> None:
+    with datastates.open(postgresql_url, packs=tmp_path / "packs", memory_bytes=4 * CHUNK_BYTES) as repo:
+        run, weight = begin(repo)
+        first = capture(run, weight)[0].wait(timeout_s=60)
+        with failing(postgresql_url, "54000", 1):
+            (refused,) = capture(run, weight)
+            with pytest.raises(InvalidInput, match="as it fails"):
+                refused.wait(timeout_s=60)
+        with pytest.raises(InvalidInput, match="as it fails"):
+            run.capture()
+        run.restore(first.uid)
+        later = capture(run, weight)[0].wait(timeout_s=60)
+        assert [state.uid for state in repo.log("main")] == [later.uid, first.uid]
 
 
 def test_memory_that_fills_while_the_database_is_away_lets_go_of_old_states_and_they_are_recorded_all_the_same(

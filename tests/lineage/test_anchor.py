@@ -6,15 +6,18 @@ import gc
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 from sqlalchemy import text
 
+from datastates.errors import Closed
 from datastates.lineage import anchor
 from datastates.lineage.database import Database
 
 OPENED = "import sys; from datastates.lineage.database import Database; base = Database(sys.argv[1])\nwith base.read(): pass\nbase.close()"
+WRITING = "import sqlite3, sys; sqlite3.connect(sys.argv[1], timeout=0).execute('BEGIN IMMEDIATE')"
 FILES = ("", "-wal", "-shm")
 
 
@@ -66,6 +69,29 @@ def test_the_last_one_to_close_leaves_one_file(path: Path) -> None:
     databases[2].close()
     assert [Path(f"{path}{suffix}").exists() for suffix in FILES] == [True, False, False]
     assert not is_anchored(path)
+
+
+@pytest.mark.parametrize("is_closed_by_another_thread", [False, True])
+def test_a_transaction_that_is_under_way_at_the_close_keeps_its_locks_to_its_end(path: Path, is_closed_by_another_thread: bool) -> None:
+    database = Database(f"sqlite:///{path}")
+    with database.write() as session:
+        session.execute(text("CREATE TABLE seen (value INTEGER)"))
+        if is_closed_by_another_thread:
+            (closing := threading.Thread(target=database.close)).start()
+            closing.join(60)
+        else:
+            database.close()
+        with pytest.raises(Closed), database.read():
+            raise AssertionError
+        done = subprocess.run([sys.executable, "-c", WRITING, path], capture_output=True, text=True, timeout=60, check=False)
+        assert done.stderr.endswith("database is locked\n")
+        session.execute(text("INSERT INTO seen VALUES (1)"))
+    assert [Path(f"{path}{suffix}").exists() for suffix in FILES] == [True, False, False]
+    assert not is_anchored(path)
+    again = Database(database.url)
+    with again.read() as session:
+        assert session.execute(text("SELECT count(*) FROM seen")).scalar() == 1
+    again.close()
 
 
 def test_one_that_is_dropped_lets_go(path: Path) -> None:

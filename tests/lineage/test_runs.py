@@ -64,6 +64,13 @@ def test_a_run_comes_back_as_it_started(database: Database, run: Run, grow: Grow
         assert walk.state(session, state.uid).run == run.uid
 
 
+def test_a_setting_may_be_a_text_of_any_length(database: Database) -> None:
+    run = new_run(config={"k" * 255: secrets.token_urlsafe(6000), "😀" * 255: "😀" * 6000})
+    with database.write() as session:
+        runs.start(session, run)
+        assert runs.get(session, run.uid) == run
+
+
 def test_a_configuration_that_json_cannot_say_comes_back(database: Database) -> None:
     run = new_run(config={"a": math.nan, "b": -math.inf}, git_commit=None, git_dirty=None, argv=())
     with database.write() as session:

@@ -283,6 +283,18 @@ def test_files_that_were_deleted_are_called_so(tmp_path: Path) -> None:
         assert caught.value.nearest == kept.uid
 
 
+def test_packs_whose_lineage_is_an_empty_file_are_mentioned(tmp_path: Path) -> None:
+    with datastates.open(tmp_path, config=CONFIG) as repo, repo.track(tracked={"weight": torch.zeros(10)}, rng=False) as run:
+        state = run.capture().wait("durable")
+    (tmp_path / "lineage.db").write_bytes(b"")
+    with pytest.raises(NotFound, match=rf"holds 1 states, but their lineage, {tmp_path}/lineage.db, is empty.*reindex --replace`"):
+        datastates.open(tmp_path)
+    assert (tmp_path / "lineage.db").read_bytes() == b""
+    datastates.reindex(tmp_path, replace=True)
+    with datastates.open(tmp_path) as repo:
+        assert repo.state("main").uid == state.uid
+
+
 def test_packs_whose_lineage_is_gone_are_mentioned(tmp_path: Path) -> None:
     with datastates.open(tmp_path, config=CONFIG) as repo, repo.track(tracked={"weight": torch.zeros(10)}, rng=False) as run:
         run.capture()

@@ -109,6 +109,13 @@ def test_missing_repository_names_the_next_step(tmp_path: Path) -> None:
         locate(tmp_path / "runs", must_exist=True)
 
 
+def test_a_lineage_of_no_bytes_is_missing(tmp_path: Path) -> None:
+    (tmp_path / "lineage.db").touch()
+    assert not locate(tmp_path).is_present
+    with pytest.raises(NotFound, match="no repository in"):
+        locate(tmp_path, must_exist=True)
+
+
 def test_nearest_repository_is_discovered(tmp_path: Path) -> None:
     inner = tmp_path / "runs" / "packs" / "leases"
     inner.mkdir(parents=True)
