@@ -22,6 +22,7 @@ from datastates.opening.core import Core
 from datastates.store.reading import read_flat
 from datastates.store.tier import Reader
 
+from .numeric import check_numeric
 from .recipes import Recipe, combine
 
 if TYPE_CHECKING:
@@ -63,6 +64,7 @@ class Blend:
     the first parent.
 
     :raises InvalidInput: the parents do not fit together; lists names, shapes and dtypes.
+    :raises Unsupported: a tensor that is asked for cannot be combined.
     :raises Unavailable: the bytes of a parent are gone; names the nearest ancestor that has them.
     """
 
@@ -158,6 +160,7 @@ class Blend:
             if holder is not None:
                 raise Unsupported(f"{spec.path} is part of a sparse or quantized tensor, which is not merged: leave it out with only=…")
             if (dtype.is_floating_point or dtype.is_complex) and not _is_counter(spec):
+                check_numeric(spec, "leave it out with only=…")
                 chosen.add(index if spec.alias is None else spec.alias)
         selection.refuse_unused([spec.path for spec in self._parents[0].specs])
         if not chosen:

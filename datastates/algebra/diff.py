@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 import torch
+from msgspec.structs import replace
 
 from datastates.content.encoding import decode_values
 from datastates.content.geometry import dtype_of, rebuild
@@ -31,6 +32,8 @@ from datastates.opening.core import Core
 from datastates.store.reading import read_flat, specs_of
 from datastates.system import masking
 
+from .numeric import check_numeric, is_numeric
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -40,6 +43,8 @@ __all__ = ["Change", "Diff", "Lacking", "TensorChange", "compare", "diff", "piec
 
 _PIECE = 1 << 20  # elements that are compared at once, as float64
 _LONG = (torch.int64, torch.uint64)
+_INTEGERS = {1: "uint8", 2: "int16"}  # by their size
+_EXACT = 2.0**62  # a smaller difference of two integers is a difference of their bits too
 
 Pair = tuple[object, object]
 """The old and the new value; None where a value does not exist."""
@@ -63,7 +68,8 @@ class Change(StrEnum):
 class TensorChange:
     """One tensor of two states. Norms and the distance between the two are Euclidean; NaN in a tensor makes them NaN.
 
-    Numbers are None if there is nothing to compare: added, removed, another shape, or the same bytes, which are not read.
+    Numbers are None if there is nothing to compare: added, removed, another shape, a dtype that torch does not compute with, or the same
+    bytes, which are not read.
     ``largest`` is the largest change of one element, ``at`` is its indices, ``fraction`` is the share of elements that differ, from 0 to 1.
     """
 
@@ -229,10 +235,16 @@ def compare(before: Reader, after: Reader, old: TensorSpec | None, new: TensorSp
         if old.dtype != new.dtype:
             return TensorChange(new.path, Change.RECAST, new.shape, new.dtype, old.shape, old.dtype)
         return TensorChange(new.path, Change.UNREAD, new.shape, new.dtype)
-    sums = _Sums()
-    for left, right in zip(pieces(before, old), pieces(after, new), strict=True):
-        sums.add(left, right)
     is_recast = old.dtype != new.dtype
+    both = zip(_elements(before, old), _elements(after, new), strict=True)
+    if not (is_numeric(old.dtype) and is_numeric(new.dtype)):
+        if is_recast:
+            return TensorChange(new.path, Change.RECAST, new.shape, new.dtype, old.shape, old.dtype)
+        is_same = all(torch.equal(left, right) for left, right in both)
+        return TensorChange(new.path, Change.SAME if is_same else Change.CHANGED, new.shape, new.dtype)
+    sums = _Sums()
+    for left, right in both:
+        sums.add(left, right)
     change = Change.RECAST if is_recast else Change.CHANGED if sums.differing else Change.SAME
     return TensorChange(
         new.path,
@@ -273,18 +285,28 @@ def _last(start: int, length: int) -> int:
 
 
 def pieces(reader: Reader, spec: TensorSpec) -> Iterator[torch.Tensor]:
-    """The elements in the order of the indices, as float64, which cannot tell every two integers of 64 bits apart: those stay as they are.
-    Complex ones are pairs.
+    """The elements in the order of the indices, as float64; complex ones as pairs.
+
+    :raises Unsupported: torch does not compute with them.
+    """
+    check_numeric(spec, "there is no figure of it")
+    for piece in _elements(reader, spec):
+        yield piece.to(torch.float64)
+
+
+def _elements(reader: Reader, spec: TensorSpec) -> Iterator[torch.Tensor]:
+    """The elements in the order of the indices, piece by piece; complex ones as pairs, and those with which torch does not compute as
+    integers.
     """
     if 0 in spec.shape:
         return
-    tensor = rebuild(read_flat(reader, spec), spec).detach()
+    plain = spec if is_numeric(spec.dtype) else replace(spec, dtype=_INTEGERS[dtype_of(spec.dtype).itemsize])
+    tensor = rebuild(read_flat(reader, spec), plain).detach()
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
     flat = tensor.reshape(-1)  # a copy if another order is stored
     for start in range(0, flat.numel(), _PIECE):
-        piece = flat[start : start + _PIECE]
-        yield piece if piece.dtype in _LONG else piece.to(torch.float64)
+        yield flat[start : start + _PIECE]
 
 
 class _Sums:
@@ -296,13 +318,13 @@ class _Sums:
 
     def add(self, old: torch.Tensor, new: torch.Tensor) -> None:
         """Add the next elements of both."""
-        integers = (old.view(torch.int64), new.view(torch.int64)) if old.dtype == new.dtype and old.dtype in _LONG else None
+        bits = (old.view(torch.int64), new.view(torch.int64)) if old.dtype == new.dtype and old.dtype in _LONG else None
         old, new = old.to(torch.float64), new.to(torch.float64)
         is_other = (old != new) & ~(old.isnan() & new.isnan())
         apart = torch.where(is_other, new - old, 0.0)  # infinite on both sides is no change
-        if integers is not None:  # those that differ by less than float64 can tell
-            is_other = integers[0] != integers[1]
-            apart = torch.where(is_other & (apart == 0.0), (integers[1] - integers[0]).to(torch.float64), apart)
+        if bits is not None:  # float64 does not hold every integer of 64 bits
+            is_other = bits[0] != bits[1]
+            apart = torch.where(apart.abs() < _EXACT, (bits[1] - bits[0]).to(torch.float64), apart)
         self.old += float(old.dot(old))
         self.new += float(new.dot(new))
         self.product += float(old.dot(new))

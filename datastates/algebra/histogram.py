@@ -21,6 +21,7 @@ from datastates.errors import InvalidInput, NotFound
 from datastates.lineage.states import State
 
 from .diff import untied
+from .numeric import check_numeric
 
 if TYPE_CHECKING:
     from datastates.opening.core import Core
@@ -97,6 +98,7 @@ def histogram(
     :raises NotFound: a state has no such tensor; names close ones.
     :raises Unavailable: the bytes of a state are gone.
     :raises InvalidInput: there are too many states or bins.
+    :raises Unsupported: torch does not compute with the tensor.
     """
     if not 1 <= len(states) <= MOST_STATES:
         raise InvalidInput(f"{len(states)} states are asked for: from 1 to {MOST_STATES} can be counted over the same bins")
@@ -106,7 +108,9 @@ def histogram(
         found = []
         for state in map(core.state, states):
             reader = stack.enter_context(core.open_payload(state))
-            found.append((state, _Values(reader, _spec(reader, path, state))))
+            spec = _spec(reader, path, state)
+            check_numeric(spec, "its values cannot be counted")
+            found.append((state, _Values(reader, spec)))
         tell = _Progress(2 * sum(values.bytes for _, values in found), on_progress)
         ranges = [values.look(scale, tell) for _, values in found]
         edges = _edges(ranges, bins, scale)

@@ -72,7 +72,7 @@ def reach(url: str, *, group: Group | None = None) -> Iterator[str]:
     try:
         parsed = make_url(text)
     except (ArgumentError, ValueError) as exc:
-        raise InvalidInput(f"{masking.text(text)!r} is no URL of a database ({exc})") from exc
+        raise InvalidInput(f"{masking.text(text)!r} is no URL of a database: write postgresql://user:password@host:port/database") from exc
     with ExitStack() as stack:
         server: tuple[str, int] | str | None = None
         why = ""

@@ -2,7 +2,7 @@
 
 - By name: ``--token X``, ``--db-password=X``, ``WANDB_API_KEY=X``, ``auth.secret: X``, keys of a configuration. The name ends in a
   word that says so (``token``, ``password``, ``secret``, ``api_key``, …); ``max_tokens``, ``pad_token`` and ``token_file`` are not secrets.
-- In a URL, wherever it is: the password before the host (that of a database may hold ``/``, ``?`` and ``#``), and parameters by name
+- In a URL, wherever it is: the password before the host (that of a database may hold anything but blanks), and parameters by name
   (``?sslpassword=…``, ``&X-Amz-Signature=…``).
 - By shape: tokens of known services (``hf_…``, ``ghp_…``, ``sk-…``, ``AKIA…``, JSON web tokens), and what follows ``Bearer``.
 
@@ -78,7 +78,8 @@ _PARAMETERS = frozenset(("key", "sig", "signature", "credential", "code"))  # be
 
 _PART = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+")
 _USERINFO = re.compile(r"(?<![\w+.-])([A-Za-z][\w+.-]*://)([^\s/?#'\"@:]*):([^\s/?#'\"]*)@")
-_DATABASE = re.compile(r"(?<![\w+.-])(postgres(?:ql)?(?:\+\w+)?://)([^\s:/@\"]*):((?:(?!://)[^\s\"])*)@")  # as SQLAlchemy reads it
+_DATABASE = re.compile(r"(?i)(?<![\w+.-])(postgres(?:ql)?(?:\+\w+)?://)([^\s:/]*):([^\s@]*(?:@[^\s/?#'\"@]*)*)@")
+"""The user and the password of a database as SQLAlchemy reads them; the first ``@`` of a password need not be its last."""
 _PARAMETER = re.compile(r"([?&;])([\w.%~-]+)=([^\s&;#'\"]*)")
 _ASSIGNED = re.compile(r"""(["']?)([A-Za-z_][\w.-]*)\1\s*[=:]\s*""")
 _ASSIGNED_VALUE = re.compile(r""""[^"]*"|'[^']*'|[^\s,;&}\])]+""")

@@ -14,8 +14,8 @@ import torch
 from typer.testing import CliRunner
 
 import datastates
-from datastates import InvalidInput, Repository
-from datastates.algebra.diff import Change, Diff, TensorChange
+from datastates import InvalidInput, Repository, Unsupported
+from datastates.algebra.diff import Change, Diff, TensorChange, pieces, untied
 from datastates.cli.app import app
 from datastates.upkeep.eviction import evict
 
@@ -77,6 +77,39 @@ def test_integers_that_float64_cannot_tell_apart_are_told_apart(repo: Repository
     found = of(two(repo, {"w": old}, {"w": new}), "w")
     assert (found.change, found.distance, found.largest, found.at) == (Change.CHANGED, 3.0, 3.0, (2,))
     assert found.fraction == pytest.approx(1 / 3)
+
+
+def test_a_difference_of_large_integers_is_exact(repo: Repository) -> None:
+    old = {"near": torch.tensor([2**60 + 1, 7]), "far": torch.tensor([-(2**63), 7])}
+    new = {"near": torch.tensor([2**60 + 131, 7]), "far": torch.tensor([2**63 - 1, 7])}
+    found = two(repo, old, new)
+    assert of(found, "near").largest == 130.0, "float64 holds every 256th integer there"
+    assert of(found, "far").largest == 2.0**64, "more than 64 bits with a sign hold"
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint64, torch.complex64])
+def test_pieces_are_float64(repo: Repository, dtype: torch.dtype) -> None:
+    values = torch.tensor([2**40, 3]).to(dtype)
+    two(repo, {"w": values}, {"w": values})
+    with repo.core.open_payload(repo.state("old")) as reader:
+        (spec,) = untied(reader)
+        (piece,) = pieces(reader, spec)
+    assert float(piece.dot(piece)) == 2.0**80 + 9
+
+
+def test_a_dtype_with_which_torch_does_not_compute_is_compared_without_figures(repo: Repository) -> None:
+    old = torch.tensor([[1, 2], [3, 4]], dtype=torch.uint8)
+    new = torch.tensor([[1, 2], [3, 5]], dtype=torch.uint8)
+    kind = torch.float4_e2m1fn_x2
+    found = two(
+        repo,
+        {"w": old.view(kind), "turned": old.view(kind), "cast": old.view(kind)},
+        {"w": new.view(kind), "turned": old.t().contiguous().view(kind).t(), "cast": old.float()},
+    )
+    assert of(found, "w") == TensorChange("tree/w", Change.CHANGED, (2, 2), "float4_e2m1fn_x2")
+    assert (of(found, "turned").change, of(found, "cast").change) == (Change.SAME, Change.RECAST)
+    with repo.core.open_payload(repo.state("old")) as reader, pytest.raises(Unsupported, match="which torch stores but does not compute"):
+        next(pieces(reader, untied(reader)[0]))
 
 
 @pytest.mark.parametrize("place", [(0, 1), (1, 0), (2, 1)])

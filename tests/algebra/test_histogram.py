@@ -14,7 +14,7 @@ import torch
 import datastates
 from datastates import Repository
 from datastates.algebra.histogram import Histogram, Scale, Spread, histogram
-from datastates.errors import InvalidInput, NotFound, Unavailable
+from datastates.errors import InvalidInput, NotFound, Unavailable, Unsupported
 
 
 @pytest.fixture
@@ -132,6 +132,12 @@ def test_what_cannot_be_counted_is_named(repo: Repository) -> None:
             histogram(repo.core, [rev], "tree/weight", **wrong)  # type: ignore[arg-type]  # of one type each
     with pytest.raises(InvalidInput, match="from 1 to 4"):
         histogram(repo.core, [rev] * 5, "tree/weight")
+
+
+def test_a_dtype_with_which_torch_does_not_compute_is_refused(repo: Repository) -> None:
+    (rev,) = captured(repo, {"w": torch.ones(4, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)})
+    with pytest.raises(Unsupported, match=r"tree/w is float4_e2m1fn_x2, .*: its values cannot be counted"):
+        histogram(repo.core, [rev], "tree/w")
 
 
 def test_a_large_tensor_is_read_in_pieces_and_ends_when_told_to(repo: Repository) -> None:

@@ -259,6 +259,12 @@ def test_states_that_do_not_fit_are_refused_with_a_list(repo: Repository) -> Non
     refuse(repo, "no common ancestor", [a, b], method="ties")
     sparse = [track(repo, f"s{number}", model={"s": torch.eye(3).to_sparse()}) for number in range(2)]
     refuse(repo, "model/s/indices is part of a sparse", sparse, Unsupported)
+    packed = [
+        track(repo, f"p{number}", model={"p": torch.tensor([number], dtype=torch.uint8).view(torch.float4_e2m1fn_x2), "w": torch.ones(1)})
+        for number in range(2)
+    ]
+    refuse(repo, r"model/p is float4_e2m1fn_x2, .*: leave it out with only=", packed, Unsupported)
+    assert repo.merge(packed, only="model/w").parents == tuple(each.uid for each in packed)
 
 
 def test_an_evicted_parent_is_named_with_what_is_nearest(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from datastates import Cadence, CheckFreq, Daly, InvalidInput, OnImprovement, TwoLevel, Young
 from datastates.capture.pacing import Pacing, Taken
-from datastates.policy.contract import AnyOf, Moment, Policy
+from datastates.policy.contract import AnyOf, CadenceChoice, Moment, Policy
 from datastates.policy.text import parse, policy
 from tests.support.effort import examples
 
@@ -85,6 +86,24 @@ def test_two_cadences_that_say_different_things_are_one() -> None:
     for both in (Seventh(None, None) | Cadence(10, None), Cadence(10, None) | Seventh(None, None)):
         assert picked(both, *[{}] * 13) == [0, 7, 10]
     assert picked(Cadence(10, None) | Cadence(4, None), *[{}] * 13) == [0, 4, 8, 10, 12]
+
+
+def test_a_policy_of_the_user_s_need_not_be_hashable() -> None:
+    @dataclass
+    class Thursdays(Policy):
+        def is_due(self, moment: Moment, /) -> bool:
+            return False
+
+        def next_due(self, moment: Moment, /) -> float | None:
+            return None
+
+        def told(self) -> CadenceChoice:
+            return CadenceChoice(str(self), "on Thursdays")
+
+        def __str__(self) -> str:
+            return "thursdays"
+
+    assert (Thursdays() | Cadence(2, None)).told().why == "on Thursdays; or every 2 captures, as it was told"
 
 
 def test_steps_are_counted_from_the_state_that_was_written_last() -> None:

@@ -128,10 +128,11 @@ class Pair(SoloGroup):
     size = 2
 
 
-@pytest.mark.parametrize("url", ["postgresql://host:port/db", "://x"])
+@pytest.mark.parametrize("url", ["postgresql://host:port/db", "://x", "postgresql://me:se@cr:et@db/x"])
 def test_what_is_no_url_of_a_database_is_refused(url: str) -> None:
-    with pytest.raises(InvalidInput, match="is no URL of a database"), ranks.reach(url, group=Pair()):
+    with pytest.raises(InvalidInput, match="is no URL of a database") as caught, ranks.reach(url, group=Pair()):
         pass
+    assert "et@" not in str(caught.value), "a part of a password"
 
 
 def test_folders_and_processes_alone_are_reached_as_they_are(tmp_path: Path) -> None:

@@ -45,6 +45,8 @@ def test_names_of_what_is_none(name: str) -> None:
         ("postgresql+psycopg://me:a@b:{}@db.example:5432/x", "postgresql+psycopg://me:***@db.example:5432/x"),
         ("at postgresql://me:{}/a?b#c'd@db.example/x, later", "at postgresql://me:***@db.example/x, later"),
         ("postgres://me:{0}/a@db/x and postgresql+psycopg://you:{0}?@db/y", "postgres://me:***@db/x and postgresql+psycopg://you:***@db/y"),
+        ("postgresql://me@corp:{}@db/x", "postgresql://me@corp:***@db/x"),
+        ('PostgreSQL://me:"{}://x@db/x?user=a@b', "PostgreSQL://me:***@db/x?user=a@b"),
         ("at https://:{}@host/path, later", "at https://:***@host/path, later"),
         ("postgresql://db/x?user=me&password={}&sslmode=require", "postgresql://db/x?user=me&password=***&sslmode=require"),
         ("https://b.s3.example/k?X-Amz-Signature={}&X-Amz-Date=1", "https://b.s3.example/k?X-Amz-Signature=***&X-Amz-Date=1"),

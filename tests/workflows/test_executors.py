@@ -69,6 +69,7 @@ class Slots:
 
     def __init__(self, most: int) -> None:
         self.left, self.begun = most, list[tuple[Future[Any], Callable[[], Any]]]()
+        self.is_shut_down = False
 
     def __call__(self) -> Slots:
         if not self.left:
@@ -81,11 +82,13 @@ class Slots:
         return self
 
     def submit(self, call: Callable[[], Any]) -> Future[Any]:
+        if self.is_shut_down:
+            raise RuntimeError("cannot schedule new futures after shutdown")
         self.begun.append((Future(), call))
         return self.begun[-1][0]
 
     def shutdown(self, *, wait: bool) -> None:
-        pass
+        self.is_shut_down = True
 
 
 def test_calls_fail_where_no_process_can_be_started_and_wait_for_one_that_is_at_work(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,6 +106,17 @@ def test_calls_fail_where_no_process_can_be_started_and_wait_for_one_that_is_at_
     slots.begun[-1][0].set_result(slots.begun[-1][1]())
     assert again.result(10) == 8
     processes.shutdown()
+
+
+def test_a_shutdown_that_does_not_wait_fails_the_calls_that_have_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    slots = Slots(1)
+    monkeypatch.setattr(executors, "_Slot", slots)
+    processes = Processes(1)
+    first, second = (processes.submit(pow, 2, number) for number in range(2))
+    processes.shutdown(wait=False)
+    slots.begun[0][0].set_result(1)
+    assert first.result(10) == 1
+    assert isinstance(second.exception(10), RuntimeError)
 
 
 @pytest.mark.slow

@@ -344,17 +344,40 @@ def test_reconfigure_goes_on_along_the_same_schedule(repo: Repository) -> None:
     assert seen["after"] == pytest.approx([0.0125, 0.00125])
 
 
-def test_reconfigure_sets_the_rates_from_which_a_plateau_goes_on() -> None:
-    class New:
-        is_new = True
-        variant = Variant("child", "parent", 1, {"lr": 0.05})
+class New:
+    """All that ``reconfigure`` asks of a job."""
 
+    is_new = True
+    variant = Variant("child", "parent", 1, {"lr": 0.05})
+
+
+def test_reconfigure_sets_the_rates_from_which_a_plateau_goes_on() -> None:
     optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
     assert reconfigure(New(), optimizer, scheduler) == {"lr": 0.05}  # type: ignore[arg-type]  # all that it asks of a job
     for _ in range(3):
         scheduler.step(1.0)
     assert scheduler.get_last_lr() == [optimizer.param_groups[0]["lr"]] == [0.0125]
+
+
+def test_reconfigure_reaches_the_schedulers_that_a_scheduler_is_made_of() -> None:
+    optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)
+    parts = [torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch, share=share: share) for share in (1.0, 0.25)]  # type: ignore[misc]  # of no type
+    scheduler = torch.optim.lr_scheduler.SequentialLR(optimizer, [*parts], milestones=[1])
+    reconfigure(New(), optimizer, scheduler)  # type: ignore[arg-type]
+    optimizer.step()
+    scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == 0.0125
+
+
+def test_reconfigure_begins_the_schedule_of_an_optimizer_whose_parent_had_none() -> None:
+    optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 1.0)
+    optimizer.load_state_dict(torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1).state_dict())
+    reconfigure(New(), optimizer, scheduler)  # type: ignore[arg-type]
+    optimizer.step()
+    scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == 0.05
 
 
 def test_reconfigure_leaves_alone_what_was_resumed(repo: Repository) -> None:

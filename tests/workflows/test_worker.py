@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import subprocess
 import sys
 import threading
@@ -17,7 +18,7 @@ import torch
 from torch import nn
 
 import datastates
-from datastates import Conflict, InvalidInput, Repository
+from datastates import Config, Conflict, InvalidInput, Module, Repository
 from datastates.opening.whereabouts import node_id
 from datastates.system import locks
 from datastates.tracking import succession
@@ -210,13 +211,36 @@ def test_a_claim_is_on_the_file_that_others_see(tmp_path: Path, monkeypatch: pyt
         assert (tmp_path / "thing").read_text() == "ours"
 
 
+class Picky(Module):
+    """A module of the user's, of which each task brings a copy."""
+
+    name = "picky"
+    priority = 50
+
+    def process(self, item: object) -> None:
+        self.seen = item
+
+
+def test_a_process_opens_the_repository_anew_for_another_configuration_only(repo: Repository) -> None:
+    config = replace(CONFIG, modules=[Picky()])
+
+    def opened(asked: Config) -> Repository:
+        return process.repository_at(repo.location, pickle.loads(pickle.dumps(asked)), 1)
+
+    first = opened(config)
+    assert opened(config) is first
+    other = opened(replace(config, durable_every=7))
+    assert (first.core.is_closed, other.config.durable_every) == (True, 7)
+    assert opened(replace(config, durable_every=7)) is other
+
+
 @pytest.mark.usefixtures("presence")
 def test_workers_share_the_memory_that_is_free(repo: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process, "available_memory_bytes", lambda: 1 << 30)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(8))
     given = replace(task(repo, "a", "main"), config=replace(CONFIG, memory_bytes=None), threads=2)
     assert run(given).error is None
-    assert [opened.config.memory_bytes for opened in process._repositories.values()] == [(1 << 30) // 4 // 4]
+    assert [opened.config.memory_bytes for opened in (kept.repository for kept in process._repositories.values())] == [(1 << 30) // 4 // 4]
 
 
 def test_what_a_task_shows_holds_no_secret(repo: Repository) -> None:

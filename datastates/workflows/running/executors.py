@@ -129,7 +129,7 @@ class Processes(Executor):
             return
         try:
             inner = slot.pool.submit(call)
-        except BrokenProcessPool as exc:
+        except RuntimeError as exc:  # the worker died while it was free, or was shut down
             inner = Future()
             inner.set_exception(exc)
         inner.add_done_callback(partial(self._done, slot, future))

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import signal
 import threading
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from multiprocessing.connection import wait as wait_for
 from multiprocessing.util import Finalize
 
@@ -31,11 +32,27 @@ PRELOADED = ["datastates.workflows.running.worker", "torch._dynamo"]  # every op
 _GRACE_S = 10.0
 _FREE_SHARE = 4
 
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """An open repository and the configuration that was asked for, also as it pickled then."""
+
+    repository: Repository
+    config: Config
+    pickled: bytes | None
+
+    def is_for(self, config: Config) -> bool:
+        """Whether a task with this configuration takes the repository. Each brings its own copies of the user's modules, tiers and
+        policies, which may equal nothing but themselves.
+        """
+        return config == self.config or (self.pickled is not None and _pickled(config) == self.pickled)
+
+
 busy = threading.Lock()
 """Held while a variant is trained here."""
 
 _watching: int | None = None
-_repositories: dict[tuple[int, Location], Repository] = {}
+_repositories: dict[tuple[int, Location], _Kept] = {}
 
 
 def begin_worker(environ: dict[str, str]) -> None:
@@ -51,25 +68,39 @@ def begin_worker(environ: dict[str, str]) -> None:
 
 
 def repository_at(location: Location, config: Config, threads: int) -> Repository:
-    """The process's own repository, kept open. The free memory is shared among as many workers as the machine has room for."""
+    """The process's own repository, kept open until another configuration is asked for. The free memory is shared among as many workers as
+    the machine has room for.
+    """
     key = (os.getpid(), location)
-    repository = _repositories.get(key)
-    if repository is not None and not repository.core.is_closed:
-        return repository
+    kept = _repositories.get(key)
+    if kept is not None and not kept.repository.core.is_closed:
+        if kept.is_for(config):
+            return kept.repository
+        kept.repository.close()
+    asked, pickled = config, _pickled(config)
     if config.memory_bytes is None:
         workers = max(1, len(os.sched_getaffinity(0)) // threads)
         config = replace(config, memory_bytes=max(2 * CHUNK_BYTES, available_memory_bytes() // (_FREE_SHARE * workers)))
     if not any(pid == os.getpid() for pid, _ in _repositories):
         Finalize(None, close_repositories, exitpriority=10)  # processes of multiprocessing may end without atexit
-    repository = _repositories[key] = Repository(location, config)
+    repository = Repository(location, config)
+    _repositories[key] = _Kept(repository, asked, pickled)
     return repository
+
+
+def _pickled(config: Config) -> bytes | None:
+    """The configuration as other processes get it; None if it stays in this one."""
+    try:
+        return pickle.dumps(config)
+    except Exception:  # objects of the user's may raise anything
+        return None
 
 
 def close_repositories() -> None:
     """Close the repositories that this process opened for its tasks; idempotent."""
     for key in [key for key in _repositories if key[0] == os.getpid()]:
         with suppress(Closed):
-            _repositories.pop(key).close()
+            _repositories.pop(key).repository.close()
 
 
 def end_with_parent() -> None:

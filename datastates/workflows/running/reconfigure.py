@@ -40,10 +40,17 @@ def reconfigure(job: Job, optimizer: Optimizer, scheduler: LRScheduler | None = 
             for group in [group for group in optimizer.param_groups if group[key] == first]:
                 group[key] = value
     if scheduler is not None and "lr" in changed:
-        if all("initial_lr" in group for group in optimizer.param_groups):  # else it goes by the rates as they are
-            scheduler.base_lrs = [float(group["initial_lr"]) for group in optimizer.param_groups]
-        scheduler._last_lr = [group["lr"] for group in optimizer.param_groups]
+        _follow(scheduler, optimizer.param_groups)
     return changed
+
+
+def _follow(scheduler: LRScheduler, groups: Sequence[dict[str, Any]]) -> None:
+    """Let a scheduler, and those that it is made of, start from the rates of the groups; ``ReduceLROnPlateau`` starts from none."""
+    for part in getattr(scheduler, "_schedulers", ()):
+        _follow(part, groups)
+    if hasattr(scheduler, "base_lrs"):
+        scheduler.base_lrs = [float(group.get("initial_lr", group["lr"])) for group in groups]
+    scheduler._last_lr = [group["lr"] for group in groups]
 
 
 def _scale_rates(groups: Sequence[dict[str, Any]], rate: float) -> None:
