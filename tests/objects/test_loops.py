@@ -19,7 +19,7 @@ from datastates import Config, InvalidInput, PermutationSampler, Repository, Tra
 
 CONFIG = Config(memory_bytes=64 << 20, durable_interval_s=None)
 Seen = list[tuple[int, Any]]
-Body = Callable[[Tracker, Seen], None]
+Body = Callable[[Tracker, Seen, int | None], None]
 
 
 @pytest.fixture
@@ -41,14 +41,9 @@ def use(run: Tracker, seen: Seen, batch: Any, stop: int | None = None) -> None:
     run.capture()
 
 
-def stopped_everywhere(
-    repo: Repository, body: Callable[[Tracker, Seen, int | None], None], steps: int, make: Callable[[], dict[str, Any]] = dict
-) -> Seen:
+def stopped_everywhere(repo: Repository, body: Body, steps: int, make: Callable[[], dict[str, Any]] = dict) -> Seen:
     """What the training that never stops sees; those that are stopped after each step see the same."""
-    never: Seen = []
-    torch.manual_seed(0)
-    with repo.track(branch="never", weight=torch.zeros(1), **make()) as run:
-        body(run, never, None)
+    never = never_stopped(repo, body, make)
     for stop in range(1, steps + 1):
         seen: Seen = []
         for until in (stop, None):
@@ -56,6 +51,35 @@ def stopped_everywhere(
             with repo.track(branch=f"stopped-{stop}", weight=torch.zeros(1), **make()) as run, suppress(Stopped):
                 body(run, seen, until)
         assert seen == never, f"stopped after {stop}"
+    return never
+
+
+def never_stopped(repo: Repository, body: Body, make: Callable[[], dict[str, Any]] = dict) -> Seen:
+    """What the training that is never stopped sees."""
+    seen: Seen = []
+    torch.manual_seed(0)
+    with repo.track(branch="never", weight=torch.zeros(1), **make()) as run:
+        body(run, seen, None)
+    return seen
+
+
+def stopped(repo: Repository, body: Body, stop: int) -> tuple[Seen, Seen]:
+    """What a training sees until it is stopped, and once it is started again."""
+    seen: Seen = []
+    then: Seen = []
+    for found, until in ((seen, stop), (then, None)):
+        torch.manual_seed(99 if until is None else 0)
+        with repo.track(branch=f"stopped-{stop}", weight=torch.zeros(1)) as run, suppress(Stopped):
+            body(run, found, until)
+    return seen, then
+
+
+def resumed_everywhere(repo: Repository, body: Body) -> Seen:
+    """What the training that is never stopped sees. What one sees before and after it is stopped, anywhere, is the same."""
+    never = never_stopped(repo, body)
+    for stop in range(1, len(never)):
+        seen, then = stopped(repo, body, stop)
+        assert seen + then == never, f"stopped after {stop}"
     return never
 
 
@@ -564,10 +588,7 @@ def test_each_of_several_loaders_goes_on_in_its_own_order(repo: Repository) -> N
                     seen.append((epoch, (number, batch.tolist())))
                     run.capture()
 
-    _resumed_everywhere(repo, body)
-    never: Seen = []
-    with repo.track(branch="never-again", weight=torch.zeros(1)) as run:
-        body(run, never, None)
+    never = resumed_everywhere(repo, body)
     seen: Seen = []
     for stop in range(1, len(never)):
         then: Seen = []
@@ -575,151 +596,3 @@ def test_each_of_several_loaders_goes_on_in_its_own_order(repo: Repository) -> N
             body(run, then, 1 if stop < len(never) - 1 else None)
         seen += then
     assert seen == never
-
-
-# --- passes that go on from epoch to epoch ---------------------------------------------------------------------------------------
-
-
-def _side_by_side(run: Tracker, seen: Seen, stop: int | None, unlabelled: Iterator[Any], restart: Callable[[], Iterator[Any]]) -> None:
-    labelled: Any = DataLoader(range(3), batch_size=1, shuffle=True)  # type: ignore[arg-type]  # a range will do
-    for _ in run.epochs(4):
-        for batch in run.steps(labelled):
-            try:
-                other = next(unlabelled)
-            except StopIteration:
-                unlabelled = restart()
-                other = next(unlabelled)
-            if stop is not None and len(seen) == stop:
-                raise Stopped
-            seen.append((run.epoch, (batch.item(), other.item(), run.batch)))
-            run.capture()
-
-
-def _resumed_everywhere(repo: Repository, body: Callable[[Tracker, Seen, int | None], None]) -> None:
-    torch.manual_seed(0)
-    never: Seen = []
-    with repo.track(branch="never", weight=torch.zeros(1)) as run:
-        body(run, never, None)
-    for stop in range(1, len(never)):
-        seen: Seen = []
-        then: Seen = []
-        for found, until in ((seen, stop), (then, None)):
-            torch.manual_seed(99 if until is None else 0)
-            with repo.track(branch=f"stopped-{stop}", weight=torch.zeros(1)) as run, suppress(Stopped):
-                body(run, found, until)
-        assert seen + then == never, f"stopped after {stop}"
-
-
-@pytest.mark.parametrize("length", [3, 5, 40])
-def test_a_pass_that_goes_on_from_epoch_to_epoch_keeps_its_place(repo: Repository, length: int, caplog: pytest.LogCaptureFixture) -> None:
-    def body(run: Tracker, seen: Seen, stop: int | None) -> None:
-        loader: Any = DataLoader(range(100, 100 + length), batch_size=1, shuffle=True)  # type: ignore[arg-type]  # a range will do
-        _side_by_side(run, seen, stop, iter(run.steps(loader)), lambda: iter(run.steps(loader)))
-
-    _resumed_everywhere(repo, body)
-    assert not caplog.text
-
-
-def test_a_pass_that_is_begun_within_an_epoch_and_goes_on_is_told_once(repo: Repository, caplog: pytest.LogCaptureFixture) -> None:
-    def endless(run: Tracker, loader: Any) -> Iterator[Any]:
-        while True:
-            yield from run.steps(loader)
-
-    def body(run: Tracker, seen: Seen, stop: int | None) -> None:
-        loader: Any = DataLoader(range(100, 105), batch_size=1, shuffle=True)  # type: ignore[arg-type]  # a range will do
-        _side_by_side(run, seen, stop, endless(run, loader), lambda: endless(run, loader))
-
-    torch.manual_seed(0)
-    never: Seen = []
-    with repo.track(branch="never", weight=torch.zeros(1)) as run:
-        body(run, never, None)
-    assert caplog.text.count("a pass of run.steps that began within an epoch goes on in epoch 1") == 1
-    for stop in (1, 2, 4, 5, 6, 7, 9, 10):  # not 3, the end of the epoch in which it began
-        seen: Seen = []
-        then: Seen = []
-        for found, until in ((seen, stop), (then, None)):
-            torch.manual_seed(99 if until is None else 0)
-            with repo.track(branch=f"stopped-{stop}", weight=torch.zeros(1)) as run, suppress(Stopped):
-                body(run, found, until)
-        assert seen + then == never, f"stopped after {stop}"
-
-
-def test_an_epoch_is_over_after_its_loop_though_another_pass_goes_on(repo: Repository) -> None:
-    def body(run: Tracker, seen: Seen, stop: int | None) -> None:
-        other = iter(run.steps(range(100)))
-        for epoch in run.epochs(4):
-            for batch in run.steps(range(3)):
-                seen.append((epoch, (batch, next(other))))
-            seen.append((epoch, "validated"))
-            run.capture()
-            if stop == epoch:
-                raise Stopped
-
-    for stop in range(3):
-        seen: Seen = []
-        then: Seen = []
-        for found, until in ((seen, stop), (then, None)):
-            with repo.track(branch=f"stopped-{stop}", weight=torch.zeros(1)) as run, suppress(Stopped):
-                body(run, found, until)
-        assert [each for _, each in seen + then if each != "validated"] == [(number % 3, number) for number in range(12)]
-        assert [epoch for epoch, each in seen + then if each == "validated"] == [0, 1, 2, 3]
-
-
-def test_the_shorter_of_two_loaders_ends_an_epoch_and_the_longer_begins_again(repo: Repository, caplog: pytest.LogCaptureFixture) -> None:
-    def body(run: Tracker, seen: Seen, stop: int | None) -> None:
-        for _ in run.epochs(3):
-            pairs = zip(run.steps(range(2)), run.steps(range(10, 15)), strict=False)
-            for pair in pairs:
-                if stop is not None and len(seen) == stop:
-                    raise Stopped
-                seen.append((run.epoch, pair))
-                run.capture()
-
-    _resumed_everywhere(repo, body)
-    assert not caplog.text
-
-
-def test_an_iterator_that_is_left_behind_in_an_epoch_is_not_taken_up_in_the_next(repo: Repository) -> None:
-    def body(run: Tracker, seen: Seen, stop: int | None) -> None:
-        kept = []
-        for _ in run.epochs(3):
-            kept.append(batches := iter(run.steps(range(5))))
-            for _ in range(2):
-                batch = next(batches)
-                if stop is not None and len(seen) == stop:
-                    raise Stopped
-                seen.append((run.epoch, batch))
-                run.capture()
-
-    torch.manual_seed(0)
-    never: Seen = []
-    with repo.track(branch="never", weight=torch.zeros(1)) as run:
-        body(run, never, None)
-    assert [batch for _, batch in never] == [0, 1] * 3
-    seen: Seen = []
-    then: Seen = []
-    for found, until in ((seen, 3), (then, None)):
-        with repo.track(branch="stopped", weight=torch.zeros(1)) as run, suppress(Stopped):
-            body(run, found, until)
-    assert then[0] == (1, 1)
-    assert [batch for epoch, batch in then if epoch == 2] == [0, 1]
-
-
-def test_an_endless_pass_that_is_cut_into_epochs_keeps_its_place(repo: Repository) -> None:
-    def body(run: Tracker, seen: Seen, stop: int | None) -> None:
-        batches = iter(run.steps(range(100)))
-        for epoch in run.epochs(3):
-            for _ in range(4):
-                seen.append((epoch, next(batches)))
-                run.capture()
-                if len(seen) == stop:
-                    raise Stopped
-
-    for stop in (2, 6, 8):
-        seen: Seen = []
-        then: Seen = []
-        for found, until in ((seen, stop), (then, None)):
-            with repo.track(branch=f"stopped-{stop}", weight=torch.zeros(1)) as run, suppress(Stopped):
-                body(run, found, until)
-        numbers = [batch for _, batch in seen + then]
-        assert numbers == [*range(len(numbers))], "in the epoch that goes on, its count of four begins anew"

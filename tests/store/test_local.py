@@ -259,10 +259,15 @@ def test_a_pack_of_another_length_is_found_and_named(tmp_path: Path, length: int
     assert f"s.0.safetensors has {length} bytes, 12288 were written" in damaged(tier, "s")
 
 
+def with_a_base(folder: Path) -> LocalTier:
+    """A folder with a state whose first chunk lies in the pack of another one."""
+    tier = LocalTier(folder)
+    tier.put(small("s", 1, 2), base=tier.put(small("base", 1)).manifest)
+    return tier
+
+
 def test_a_pack_that_is_missing_is_named_and_the_rest_can_be_read(tmp_path: Path) -> None:
-    tier = LocalTier(tmp_path)
-    base = tier.put(small("base", 1)).manifest
-    tier.put(small("s", 1, 2), base=base)
+    tier = with_a_base(tmp_path)
     (tmp_path / "base.0.safetensors").unlink()
     assert "base.0.safetensors is missing: chunk 0 of state s, which holds model/0" in damaged(tier, "s")
     with tier.open("s") as reader:
@@ -273,9 +278,7 @@ def test_a_pack_that_is_missing_is_named_and_the_rest_can_be_read(tmp_path: Path
 def test_a_pack_that_may_be_sound_and_cannot_be_opened_is_not_called_damaged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
-    tier = LocalTier(tmp_path)
-    base = tier.put(small("base", 1)).manifest
-    tier.put(small("s", 1, 2), base=base)
+    tier = with_a_base(tmp_path)
     refuse(monkeypatch, number, "base.0.safetensors")
     with tier.open("s") as reader:
         assert bytes(reader.chunk(1)) == chunks_of(small("s", 1, 2))[1]
@@ -289,9 +292,7 @@ def test_a_pack_that_may_be_sound_and_cannot_be_opened_is_not_called_damaged(
 def test_a_state_is_not_opened_while_descriptors_or_memory_have_run_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
-    tier = LocalTier(tmp_path)
-    base = tier.put(small("base", 1)).manifest
-    tier.put(small("s", 1, 2), base=base)
+    tier = with_a_base(tmp_path)
     before = len(os.listdir("/proc/self/fd"))
     with pytest.MonkeyPatch.context() as patch:
         refuse(patch, number, "base.0.safetensors")
