@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from datastates.objects import dirty
 from datastates.transport.wire import near
 from tests.clone.processes import AT_ONCE_S, Served, Start, eventually, own_threads
 from tests.support.forge import Forge, forge
@@ -39,6 +40,14 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """How chunks come into this process: over the transport, or read from the memory of a near one where a test says so."""
     monkeypatch.setenv(near.SWITCH, "1" if request.param == "near" else "0")
     return str(request.param)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_dirty() -> Iterator[None]:
+    """What other tests of this process left half written is not what a test is about."""
+    dirty._marked.clear()
+    yield
+    dirty._marked.clear()
 
 
 @pytest.fixture(autouse=True)

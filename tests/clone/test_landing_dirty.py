@@ -24,12 +24,6 @@ torch.set_num_threads(1)
 Objects = dict[str, Any]
 
 
-@pytest.fixture(autouse=True)
-def nothing_is_dirty() -> None:
-    """What other tests of this process left half written is not what these are about."""
-    dirty._marked.clear()
-
-
 def begun(here: Objects, state: Sent) -> ObjectsSink:
     sink = ObjectsSink(state.checked, here, atomic=False)
     feed(sink, state.chunks, list(sink.missing())[:1])
@@ -127,9 +121,3 @@ def test_dirty_objects_that_are_gone_are_forgotten() -> None:
     del here, sink
     gc.collect()
     assert not dirty.is_any()
-
-
-@pytest.fixture(autouse=True)
-def _clean() -> Any:
-    yield
-    dirty._marked.clear()
