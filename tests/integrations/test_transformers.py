@@ -289,7 +289,7 @@ def test_other_data_begin_where_the_trainer_says(
     with caplog.at_level(logging.WARNING, "datastates"):
         said = losses(make(DatastatesCallback(repo), train_dataset=Noisy(30)))
     assert [step for _, step, _ in said] == list(range(5, 16)), "30 items in batches of 4, twice"
-    assert "loader of 11, and" in caplog.text
+    assert "loader of 11 (batches of 4), and" in caplog.text
 
 
 @in_turn
