@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+import sqlite3
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Annotated
@@ -20,6 +21,8 @@ from .peers import TlsCa, TokenFile, trusting
 from .shell import AsJson, Shell
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from rich.progress import Progress
 
     from datastates.clone.peer import Peer
@@ -150,7 +153,7 @@ def _check_name(branch: str) -> None:
 
 @contextmanager
 def _made(location: Location) -> Iterator[None]:
-    """Remove what this command makes of the repository if it fails, unless a state is in it by then."""
+    """Remove what this command makes of the repository if it fails, unless somebody uses it by then."""
     root, packs = location.root, location.packs
     if root is None or location.is_present:
         yield
@@ -159,15 +162,39 @@ def _made(location: Location) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        if not any(packs.glob("*.manifest")):
-            for path in root.glob(f"{DATABASE}*"):
-                path.unlink()
-            if packs in folders:
-                shutil.rmtree(packs, ignore_errors=True)
-            for folder in folders:
-                with suppress(OSError):
-                    folder.rmdir()
+        with suppress(OSError, sqlite3.Error):
+            _unmake(root, packs, folders)
         raise
+
+
+def _unmake(root: Path, packs: Path, folders: Sequence[Path]) -> None:
+    """Remove a repository, with the ``folders`` that were made for it, unless it has a state or somebody has it open."""
+    from datastates.lineage import anchor
+    from datastates.opening.lease import held_in
+
+    with anchor.alone(root / DATABASE) as is_alone:
+        if not is_alone or held_in(packs) or any(packs.glob("*.manifest")) or not _is_empty(root / DATABASE):
+            return
+        for path in root.glob(f"{DATABASE}*"):
+            path.unlink()
+        if packs in folders:
+            shutil.rmtree(packs, ignore_errors=True)
+        for folder in folders:
+            with suppress(OSError):
+                folder.rmdir()
+
+
+def _is_empty(path: Path) -> bool:
+    """Whether a lineage that nobody has open has no state. What a killed process left in its log counts as one."""
+    if not path.exists():
+        return True
+    log = path.with_name(f"{path.name}-wal")
+    if log.exists() and log.stat().st_size:
+        return False
+    # immutable: the locks that it would take are held by us
+    with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro&immutable=1", uri=True)) as connection:
+        has_table = connection.execute("SELECT EXISTS (SELECT 1 FROM sqlite_master WHERE name = 'state')").fetchone()[0]
+        return not (has_table and connection.execute("SELECT EXISTS (SELECT 1 FROM state)").fetchone()[0])
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
@@ -17,9 +18,10 @@ import torch
 import datastates
 from datastates.cli import checks
 from datastates.cli.checks import Verdict
-from datastates.cli.clone import split_source
+from datastates.cli.clone import _made, split_source
 from datastates.clone.serving import RepositoryStore
 from datastates.errors import InvalidInput
+from datastates.opening.location import locate
 from datastates.transport import loop
 from datastates.transport.session import server as transport_server
 from datastates.transport.store import Source
@@ -151,6 +153,37 @@ def test_clone_that_fails_says_why_and_leaves_nothing(
     assert failed.err.startswith("error: ")
     assert said in failed.err
     assert not (tmp_path / "to").exists()
+
+
+TRAINING = """
+import sys
+import torch
+import datastates
+with datastates.open(sys.argv[1], memory_bytes=64 << 20) as repo:
+    run = repo.track(weight=torch.zeros(3), rng=False) if sys.argv[2] == "tracks" else None
+    print("here", flush=True)
+    sys.stdin.readline()
+    if run is None:
+        run = repo.track(weight=torch.zeros(3), rng=False)
+    run.capture().wait("durable")
+"""
+
+
+@pytest.mark.parametrize("does", ["opens", "tracks"])
+def test_clone_that_fails_leaves_what_another_process_has_begun_meanwhile(tmp_path: Path, does: str) -> None:
+    location = locate(tmp_path / "to", None, must_exist=False)
+    command = [sys.executable, "-c", TRAINING, str(tmp_path / "to"), does]
+    with pytest.raises(ConnectionError), _made(location):  # noqa: PT012 # what happens until it fails
+        other = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert other.stdout is not None
+        assert other.stdout.readline() == "here\n"
+        raise ConnectionError
+    other.communicate("go on\n", timeout=120)
+    assert other.returncode == 0
+    with pytest.raises(ConnectionError), _made(location):
+        raise ConnectionError
+    with datastates.open(tmp_path / "to") as repo:
+        assert [state.step for state in repo.log("main")] == [1]
 
 
 def test_state_that_does_not_fit_leaves_nothing(invoke: Invoke, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
