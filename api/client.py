@@ -23,6 +23,7 @@ from datastates.system.secret_file import is_sendable
 
 from .answers import checked, disconnected, parsed
 from .downloads import download
+from .etags import etag_of_ref
 from .following import RefEvents
 from .models import (
     Branches,
@@ -184,7 +185,7 @@ class Client:
 
         :raises NotFound: there is no such name.
         """
-        return self._get(f"/refs/{quote(name)}", Ref)
+        return self._get(f"/refs/{_path(name)}", Ref)
 
     def tag(self, name: str, rev: str | State, *, message: str | None = None) -> Ref:
         """Give a state a permanent name.
@@ -205,18 +206,18 @@ class Client:
 
         :raises Conflict: it moved meanwhile.
         """
-        return self._change("PATCH", f"/refs/{quote(name)}", Ref, {"rev": values.revision(rev)}, {"If-Match": f'"{expected.version}"'})
+        return self._change("PATCH", f"/refs/{_path(name)}", Ref, {"rev": values.revision(rev)}, {"If-Match": etag_of_ref(expected)})
 
     def delete_ref(self, ref: Ref) -> None:
         """Delete a name, provided that its ref still is as ``ref`` says; its reflog stays.
 
         :raises Conflict: it moved meanwhile.
         """
-        self._send("DELETE", self._at(f"/refs/{quote(ref.name)}"), headers={"If-Match": f'"{ref.version}"'})
+        self._send("DELETE", self._at(f"/refs/{_path(ref.name)}"), headers={"If-Match": etag_of_ref(ref)})
 
     def reflog(self, name: str, *, limit: int | None = None) -> Iterator[RefEvent]:
         """The moves of a ref, newest first, even of a deleted one; read page by page."""
-        return self._pages(f"/reflog/{quote(name)}", RefEvent, {}, limit)
+        return self._pages(f"/reflog/{_path(name)}", RefEvent, {}, limit)
 
     # --- notes ---------------------------------------------------------------------------------------------------------------
 
@@ -358,7 +359,7 @@ class Client:
         :param asked: ``metric`` and ``direction``, as in the API.
         :raises NotFound: there is no study of this name.
         """
-        return self._get(f"/studies/{quote(name)}", StudyDetail, {"limit": limit, **asked})
+        return self._get(f"/studies/{_path(name)}", StudyDetail, {"limit": limit, **asked})
 
     def merges(self, *, limit: int = 50, **asked: str) -> Merges:
         """Soups and other merged states, the newest first: one page of at most ``limit``. ``asked`` are ``metric`` and ``after``."""
@@ -446,7 +447,7 @@ class Client:
         return self._ask(method, self._at(path), type_, json=body, headers=headers)
 
     def _make(self, kind: RefKind, name: str, rev: str | State, message: str | None) -> Ref:
-        return self._change("PUT", f"/refs/{quote(name)}", Ref, {"kind": str(kind), "rev": values.revision(rev), "message": message})
+        return self._change("PUT", f"/refs/{_path(name)}", Ref, {"kind": str(kind), "rev": values.revision(rev), "message": message})
 
     def _pages(self, path: str, type_: type[T], params: Mapping[str, Any], limit: int | None) -> Iterator[T]:
         after: dict[str, str] = {}
@@ -467,3 +468,8 @@ class Client:
             return checked(self._http.request(method, path, **options))
         except (httpx.TransportError, httpx.InvalidURL) as error:
             raise disconnected(self.url, error) from error
+
+
+def _path(name: str) -> str:
+    """A name in an address. Parts that are only dots are escaped: as they stand they would lead to another name."""
+    return "/".join("%2E" * len(part) if part in {".", ".."} else quote(part) for part in name.split("/"))

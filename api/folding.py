@@ -98,13 +98,13 @@ class Folds:
         self._folded: dict[Look | None, Folded] = {}
         self._lanes: dict[str, int] = {}
 
-    def of(self, session: Session, drawing: Drawing, known: Names, look: Look | None) -> Folded:
-        """What is shown of a drawing of all states."""
+    def of(self, session: Session, drawing: Drawing, uids: Sequence[str], known: Names, look: Look | None) -> Folded:
+        """What is shown of a drawing of all states; ``uids`` are those of its heads."""
         with self._lock:
             if self._base is None or self._base[0] is not drawing or self._base[1] is not known:
                 self._base, self._folded = self._skeleton_of(drawing, known), {}
             folded = self._folded.get(look)
-        return folded or self._fold(session, self._base, look)
+        return folded or self._fold(session, self._base, uids, look)
 
     def _skeleton_of(self, drawing: Drawing, known: Names) -> tuple[Drawing, Names, Skeleton, Mapping[int, int]]:
         named = [id_ for id_ in known.at if position(drawing.order, id_) is not None]
@@ -112,7 +112,9 @@ class Folds:
         made = skeleton(self._topology, drawing.order, {*named, *drawing.heads}, old=old)
         return drawing, known, made, owners(made, known.ranks)
 
-    def _fold(self, session: Session, base: tuple[Drawing, Names, Skeleton, Mapping[int, int]], look: Look | None) -> Folded:
+    def _fold(
+        self, session: Session, base: tuple[Drawing, Names, Skeleton, Mapping[int, int]], uids: Sequence[str], look: Look | None
+    ) -> Folded:
         whole, known, made, ranks = base
         plain = self._draw(whole, known, made, ranks)
         shown, drawn, own = made, plain, ranks
@@ -121,7 +123,7 @@ class Folds:
             own = owners(shown, known.ranks)
             drawn = self._draw(whole, known, shown, own)
         drawing = whole if look is None else drawn
-        version = hashlib.blake2b(repr((drawing.version, known.stamp, look)).encode(), digest_size=8).hexdigest()
+        version = hashlib.blake2b(repr((drawing.version, uids, known.stamp, look)).encode(), digest_size=8).hexdigest()
         folded = Folded(drawing, shown, plain, own, ranks, known, whole.total, version, look is not None)
         with self._lock:
             if self._base is base:

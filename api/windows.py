@@ -83,7 +83,7 @@ class Windows:
         kept = self._of(tuple(sorted(set(heads))))
         ids = _ids_of(session, heads)
         drawing, uids, is_current = kept.drawing_of(session, ids, known.trunk if known.trunk in ids else None)
-        return kept.folds.of(session, drawing, known, look), uids, is_current
+        return kept.folds.of(session, drawing, uids, known, look), uids, is_current
 
     def _rows(self, session: Session, folded: Folded, first: int, count: int) -> tuple[tuple[GraphRow, ...], dict[int, str]]:
         placed = folded.drawing.rows(first, count)

@@ -1,13 +1,15 @@
-"""Branches and tags: read, made, moved and deleted, each change by compare-and-swap on the ref's version."""
+"""Branches and tags: read, made, moved and deleted, each change by compare-and-swap on the ref as it was seen."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 from fastapi import Header, Path, Query, Request, Response
 
+from datastates.api.etags import etag_of_ref
 from datastates.api.models import NewRef, Page, Ref, RefEvent, RefMove
 from datastates.api.problems import Refusal
 from datastates.api.replies import etag_of, reply
@@ -26,7 +28,7 @@ __all__ = ["routes"]
 routes = Routes("refs")
 
 Name = Annotated[str, Path(min_length=1, max_length=200, pattern=r"^[^\x00-\x20\x7f]+$", description="A branch or a tag; may have slashes")]
-IfMatch = Annotated[str | None, Header(description="The version that it must have: the ETag of `GET`")]
+IfMatch = Annotated[str | None, Header(description="What it must still be: the ETag of `GET`")]
 _IfNoneMatch = Annotated[str | None, Header(description="`*`: with 412 instead of 409 when the name is taken")]
 _CHANGED: dict[int | str, dict[str, object]] = {412: {}, 428: {}}
 
@@ -40,11 +42,11 @@ def list_refs(served: Chosen, request: Request, kind: RefKind | None = None) -> 
 
 
 @routes.add("GET", "/refs/{name:path}", scope=Scope.READ, returns=Ref)
-def get_ref(served: Chosen, name: Name, request: Request) -> Response:
-    """One branch or tag. Its ETag is its version, for `If-Match`."""
+def get_ref(served: Chosen, name: Name) -> Response:
+    """One branch or tag, with its ETag for `If-Match`; it is always sent, because that tag does not cover the message."""
     with served.reading() as session:
         ref = refs.get(session, name)
-    return reply(ref, request=request, etag=_tag(ref))
+    return reply(ref, etag=etag_of_ref(ref))
 
 
 @routes.add("PUT", "/refs/{name:path}", scope=Scope.WRITE, returns=Ref, status=201, responses={409: {}, 412: {}})
@@ -63,26 +65,26 @@ def make_ref(served: Chosen, name: Name, body: NewRef, if_none_match: _IfNoneMat
         if if_none_match is None:
             raise
         raise Refusal(412, error.kind, str(error)) from error
-    return reply(ref, status=201, etag=_tag(ref))
+    return reply(ref, status=201, etag=etag_of_ref(ref))
 
 
 @routes.add("PATCH", "/refs/{name:path}", scope=Scope.WRITE, returns=Ref, responses=_CHANGED)
 def move_ref(served: Chosen, name: Name, body: RefMove, if_match: IfMatch = None) -> Response:
-    """Point a branch or a tag at another state, if it still has the version of `If-Match`."""
+    """Point a branch or a tag at another state, if it still is what `If-Match` says."""
     uid = _resolve(served, body.rev)
     with _changing(served, name, if_match) as (session, ref):
         moved = refs.move(session, name, uid, expected=ref.state, reason="move (web)")
-        if moved.version != ref.version + 1:
+        if moved != replace(ref, state=uid, version=ref.version + 1):
             raise Conflict(f"{ref.kind} {name!r} changed meanwhile: look again, then move it")
-    return reply(moved, etag=_tag(moved))
+    return reply(moved, etag=etag_of_ref(moved))
 
 
 @routes.add("DELETE", "/refs/{name:path}", scope=Scope.WRITE, returns=None, status=204, responses=_CHANGED)
 def delete_ref(served: Chosen, name: Name, if_match: IfMatch = None) -> Response:
-    """Delete a name, if it still has the version of `If-Match`. The states and the reflog stay."""
+    """Delete a name, if it still is what `If-Match` says. The states and the reflog stay."""
     with _changing(served, name, if_match) as (session, ref):
         deleted = refs.delete(session, name, reason="delete (web)")
-        if deleted.version != ref.version:
+        if deleted != ref:
             raise Conflict(f"{ref.kind} {name!r} changed meanwhile: look again, then delete it")
     return Response(status_code=204)
 
@@ -105,13 +107,13 @@ def reflog(
 
 @contextmanager
 def _changing(served: Served, name: str, if_match: str | None) -> Iterator[tuple[Session, Ref]]:
-    """A transaction that changes a ref at the requested version; if another client was faster, the answer is 412.
+    """A transaction that changes a ref as it was seen; if another client was faster, the answer is 412.
 
     On SQLite, whose writers queue, nothing comes between the read and the write. On PostgreSQL something may: the change compares the
-    state, and afterwards, when the row is ours, the version is compared once more.
+    state, and afterwards, when the row is ours, the whole ref is compared once more.
     """
     if if_match is None:
-        raise Refusal(428, "invalid-input", f"say which version of {name!r} is meant: send the ETag of GET as If-Match")
+        raise Refusal(428, "invalid-input", f"say which {name!r} is meant: send the ETag of GET as If-Match")
     try:
         with served.writing() as session:
             ref = refs.get(session, name)
@@ -122,8 +124,9 @@ def _changing(served: Served, name: str, if_match: str | None) -> Iterator[tuple
 
 
 def _compare(ref: Ref, if_match: str) -> None:
-    if if_match.strip() != "*" and _tag(ref) not in [tag.strip() for tag in if_match.split(",")]:
-        raise Conflict(f"{ref.kind} {ref.name!r} has the version {_tag(ref)} and is at {ref.state}, not {if_match[:50]}: look again")
+    tag = etag_of_ref(ref)
+    if if_match.strip() != "*" and tag not in [each.strip() for each in if_match.split(",")]:
+        raise Conflict(f"{ref.kind} {ref.name!r} has the ETag {tag} by now, not {if_match[:50]}: look again")
 
 
 def _resolve(served: Served, rev: str) -> str:
@@ -131,7 +134,3 @@ def _resolve(served: Served, rev: str) -> str:
         raise InvalidInput("rev is empty: name a state by a revision such as main~3")
     with served.reading() as session:
         return revision.resolve(session, rev).uid
-
-
-def _tag(ref: Ref) -> str:
-    return f'"{ref.version}"'

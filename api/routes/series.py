@@ -12,6 +12,7 @@ from datastates.api.replies import etag_of, is_known, reply
 from datastates.api.routing import Routes, Scope
 from datastates.api.served import Chosen
 from datastates.errors import InvalidInput
+from datastates.lineage import lookup
 from datastates.lineage.search import revision
 from datastates.lineage.search.axis import Axis
 from datastates.lineage.show.grouping import groups_of, runs_of
@@ -50,7 +51,8 @@ def series(
     with served.reading() as session:
         ids = [revision.resolve_id(session, one) for one in heads]
         groups = None if group is None else groups_of(session, group, runs_of(session, ids))
-        etag: str | bool = x is Axis.EPOCH or etag_of(ids, heads, keys, points, shape, x, groups)  # metrics never change, attributes do
+        uids = lookup.uids_of(session, ids)  # a lineage that is made anew has the same row ids again
+        etag: str | bool = x is Axis.EPOCH or etag_of(uids, heads, keys, points, shape, x, groups)  # metrics never change, attributes do
         if isinstance(etag, str) and is_known(request, etag):
             return Response(status_code=304, headers={"ETag": etag})
         found = served.curves.series(session, heads, ids, keys, points, axis=x, shape=shape, groups=groups)

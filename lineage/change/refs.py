@@ -144,8 +144,8 @@ def _problem(name: str) -> str | None:
         return f"{found.group()!r} has a meaning of its own, or none that can be typed"
     if not name.isprintable():
         return "it has characters that cannot be printed"
-    if name[0] in "-./" or name[-1] in "./" or "//" in name:
-        return "it begins with '-', '.' or '/', ends with '.' or '/', or has '//' inside"
+    if name[0] in "-./" or name[-1] in "./" or "//" in name or "/./" in name:
+        return "it begins with '-', '.' or '/', ends with '.' or '/', or has '//' or '/./' inside"
     if _UID_LIKE.fullmatch(name):
         return "it reads like the beginning of a uid"
     return None
@@ -154,7 +154,7 @@ def _problem(name: str) -> str | None:
 def _propose(name: str) -> str:
     """A valid name that resembles this one."""
     plain = "".join(letter if letter.isprintable() else "-" for letter in _FORBIDDEN.sub("-", name))
-    plain = re.sub(r"-{2,}", "-", re.sub(r"/{2,}", "/", plain))[: NAME_LENGTH - 10].lstrip("-./").rstrip("-./")
+    plain = re.sub(r"-{2,}", "-", re.sub(r"/(\.?/)+", "/", plain))[: NAME_LENGTH - 10].lstrip("-./").rstrip("-./")
     plain = plain or "branch"
     return f"branch-{plain}" if _problem(plain) else plain
 

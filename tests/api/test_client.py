@@ -28,6 +28,7 @@ from datastates.api.models import StateDetail
 from datastates.content.manifest import CHUNK_BYTES
 from datastates.errors import Ambiguous, Conflict, Corrupt, Disconnected, InvalidInput, NotFound, PeerFault, SyntaxProblem, Unauthorized
 from datastates.lineage import RefKind, Run
+from datastates.lineage.change import refs
 from datastates.lineage.show.branches import Life
 from tests.api.conftest import ADMIN, NAME, READ, WRITE
 from tests.api.live import live
@@ -145,6 +146,21 @@ def test_names_are_made_moved_and_taken_away(client: Client, repo: Repository) -
         client.ref(made.name)
     assert [event.reason.split()[0] for event in client.reflog(made.name)] == ["delete", "move", "tag"]
     assert client.branch("aside", repo.state("fork")).kind is RefKind.BRANCH
+
+
+def test_name_with_a_part_that_is_a_dot_is_no_other_name(client: Client, repo: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = client.tag("a/b", "main")
+    with monkeypatch.context() as older:
+        older.setattr(refs, "check_name", str)  # a lineage may have such names from a time when they were allowed
+        old = repo.tag("a/./b", "main")
+
+    assert client.ref(old.name) == old
+    client.delete_ref(old)
+    assert client.ref(made.name) == made
+    with pytest.raises(NotFound, match=r"a/\.\./b"):
+        client.ref("a/../b")
+    with pytest.raises(InvalidInput, match="'a/b' would do"):
+        client.tag(old.name, "main")
 
 
 def test_attributes_are_set_and_taken_away(client: Client, repo: Repository) -> None:

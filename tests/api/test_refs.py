@@ -43,7 +43,7 @@ def test_list_that_one_has_is_not_sent_again_until_it_changes(writer: TestClient
     assert writer.get(REFS, headers={"If-None-Match": tag}).status_code == 200
 
 
-def test_ref_has_its_version_as_its_etag(client: TestClient, repo: Repository) -> None:
+def test_ref_has_its_kind_version_and_state_as_its_etag(client: TestClient, repo: Repository) -> None:
     answer = client.get(f"{REFS}/warm")
 
     assert answer.json() == {
@@ -53,9 +53,9 @@ def test_ref_has_its_version_as_its_etag(client: TestClient, repo: Repository) -
         "version": 1,
         "message": "end of shared prefix",
     }
-    assert answer.headers["etag"] == '"1"'
-    assert etag(client, "main") == '"8"'
-    assert client.head(f"{REFS}/main").headers["etag"] == '"8"'
+    assert answer.headers["etag"] == f'"tag-1-{repo.state("warm").uid}"'
+    assert etag(client, "main") == f'"branch-8-{repo.state("main").uid}"'
+    assert client.head(f"{REFS}/main").headers["etag"] == etag(client, "main")
     missing = client.get(f"{REFS}/wram")
     assert (missing.status_code, missing.json()["kind"]) == (404, "not-found")
     assert "'warm'" in missing.json()["detail"]
@@ -65,7 +65,7 @@ def test_ref_has_its_version_as_its_etag(client: TestClient, repo: Repository) -
 def test_tag_is_made_and_says_that_it_came_from_the_web(writer: TestClient, repo: Repository, name: str) -> None:
     made = writer.put(f"{REFS}/{name}", json={"kind": "tag", "rev": "main~2", "message": "why"})
 
-    assert (made.status_code, made.headers["etag"]) == (201, '"1"')
+    assert (made.status_code, made.headers["etag"]) == (201, f'"tag-1-{repo.state("main~2").uid}"')
     assert made.json() == writer.get(f"{REFS}/{name}").json()
     assert repo.state(name) == repo.state("main~2")
     assert [event["reason"] for event in writer.get(f"{BASE}/reflog/{name}").json()["items"]] == ["tag (web)"]
@@ -112,18 +112,19 @@ def test_state_that_is_not_there_cannot_be_named(writer: TestClient) -> None:
 
 def test_ref_moves_only_from_the_version_that_was_seen(writer: TestClient, repo: Repository) -> None:
     url, body = f"{REFS}/warm", {"rev": "main~1"}
+    seen, uid = etag(writer, "warm"), repo.state("warm").uid
 
     assert writer.patch(url, json=body).status_code == 428
-    for wrong in ('"2"', '"0"', "1", 'W/"1"', "nonsense"):
+    for wrong in (f'"tag-2-{uid}"', f'"branch-1-{uid}"', f'"tag-1-{"0" * 24}"', '"1"', seen.strip('"'), f"W/{seen}", "nonsense"):
         refused = writer.patch(url, json=body, headers={"If-Match": wrong})
         assert (refused.status_code, refused.json()["kind"]) == (412, "conflict"), wrong
     assert repo.state("warm").step == 3
-    moved = writer.patch(url, json=body, headers={"If-Match": '"7", "1"'})
-    assert (moved.status_code, moved.headers["etag"]) == (200, '"2"')
+    moved = writer.patch(url, json=body, headers={"If-Match": f'"other", {seen}'})
+    assert (moved.status_code, moved.headers["etag"]) == (200, f'"tag-2-{repo.state("main~1").uid}"')
     assert repo.state("warm").step == 7
     assert repo.reflog("warm")[0].reason == "move (web)"
-    assert writer.patch(url, json={"rev": "main"}, headers={"If-Match": '"1"'}).status_code == 412
-    assert writer.patch(f"{REFS}/nobody", json=body, headers={"If-Match": '"1"'}).status_code == 404
+    assert writer.patch(url, json={"rev": "main"}, headers={"If-Match": seen}).status_code == 412
+    assert writer.patch(f"{REFS}/nobody", json=body, headers={"If-Match": seen}).status_code == 404
 
 
 def test_ref_that_came_back_to_its_state_has_another_version(writer: TestClient, repo: Repository) -> None:
@@ -134,17 +135,38 @@ def test_ref_that_came_back_to_its_state_has_another_version(writer: TestClient,
     assert writer.patch(f"{REFS}/warm", json={"rev": "main"}, headers={"If-Match": seen}).status_code == 412
 
 
+@pytest.mark.parametrize(("kind", "rev"), [("tag", "main"), ("branch", "warm")])
+def test_name_that_was_made_again_is_not_the_ref_that_was_seen(writer: TestClient, repo: Repository, kind: str, rev: str) -> None:
+    seen, uid = etag(writer, "warm"), repo.state(rev).uid
+    repo.delete_ref("warm")
+    (repo.tag if kind == "tag" else repo.branch)("warm", uid)
+
+    assert writer.patch(f"{REFS}/warm", json={"rev": "main~1"}, headers={"If-Match": seen}).status_code == 412
+    assert writer.delete(f"{REFS}/warm", headers={"If-Match": seen}).status_code == 412
+    assert writer.get(f"{REFS}/warm").json() == {"name": "warm", "kind": kind, "state": uid, "version": 1, "message": None}
+
+
+def test_ref_is_sent_to_who_has_it_because_its_message_may_be_another(writer: TestClient, repo: Repository) -> None:
+    seen, there = etag(writer, "warm"), repo.state("warm")
+    repo.delete_ref("warm")
+    repo.tag("warm", there, message="another")
+
+    answer = writer.get(f"{REFS}/warm", headers={"If-None-Match": seen})
+    assert (answer.status_code, answer.json()["message"]) == (200, "another")
+
+
 def test_of_many_who_move_at_once_one_does(repo: Repository, serve: Serve) -> None:
     clients = [serve({NAME: repo}, token=WRITE, tokens=TOKENS) for _ in range(4)]
     for (
         client
     ) in clients:  # an application makes its routes ready at the first request, within warnings.catch_warnings: not in many threads
         assert client.patch(f"{REFS}/warm", json={"rev": "main"}).status_code == 428
+    seen = etag(clients[0], "warm")
     begin, statuses = threading.Barrier(len(clients)), []
 
     def move(client: TestClient, rev: str) -> None:
         begin.wait(60)
-        statuses.append(client.patch(f"{REFS}/warm", json={"rev": rev}, headers={"If-Match": '"1"'}).status_code)
+        statuses.append(client.patch(f"{REFS}/warm", json={"rev": rev}, headers={"If-Match": seen}).status_code)
 
     threads = [threading.Thread(target=move, args=(client, f"main~{number}")) for number, client in enumerate(clients)]
     for thread in threads:
@@ -152,15 +174,15 @@ def test_of_many_who_move_at_once_one_does(repo: Repository, serve: Serve) -> No
     for thread in threads:
         thread.join()
     assert sorted(statuses) == [200, 412, 412, 412]
-    assert etag(clients[0], "warm") == '"2"'
+    assert clients[0].get(f"{REFS}/warm").json()["version"] == 2
 
 
 def test_ref_is_deleted_and_its_reflog_stays(writer: TestClient, repo: Repository) -> None:
     url = f"{REFS}/best"
 
     assert writer.delete(url).status_code == 428
-    assert writer.delete(url, headers={"If-Match": '"9"'}).status_code == 412
-    gone = writer.delete(url, headers={"If-Match": '"1"'})
+    assert writer.delete(url, headers={"If-Match": etag(writer, "warm")}).status_code == 412
+    gone = writer.delete(url, headers={"If-Match": etag(writer, "best")})
     assert (gone.status_code, gone.content) == (204, b"")
     assert writer.get(url).status_code == 404
     assert [event["reason"] for event in writer.get(f"{BASE}/reflog/best").json()["items"]] == ["delete (web)", "tag"]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+import datastates
 from datastates import Repository
 from datastates.api import curves
 from datastates.api.curves import Curves
@@ -13,7 +15,7 @@ from datastates.lineage.change import annotate
 from datastates.lineage.search import revision
 from datastates.lineage.search.axis import Axis
 from datastates.lineage.search.series import curve
-from tests.api.conftest import BASE, train
+from tests.api.conftest import BASE, NAME, Serve, train
 
 if TYPE_CHECKING:
     from fastapi.testclient import TestClient
@@ -189,6 +191,17 @@ def test_who_has_the_curves_gets_304_until_a_head_moves(client: TestClient, repo
     assert (again.status_code, again.content) == (304, b"")
     train(repo, "main", 1)
     assert client.get(f"{BASE}/series", params=query, headers={"If-None-Match": etag}).status_code == 200
+
+
+def test_curves_of_a_lineage_that_was_made_anew_are_sent(client: TestClient, serve: Serve, tmp_path: Path) -> None:
+    query = {"head": "main@step:2", "key": "loss"}
+    etag = client.get(f"{BASE}/series", params=query).headers["etag"]
+    with datastates.open(tmp_path / "anew", memory_bytes=64 << 20) as anew:
+        train(anew, "main", 2, seed=1)
+        answer = serve({NAME: anew}).get(f"{BASE}/series", params=query, headers={"If-None-Match": etag})
+
+        assert answer.status_code == 200
+        assert answer.json()["lines"][0]["uids"] == [state.uid for state in anew.log("main")[::-1]]
 
 
 def test_too_much_is_refused(client: TestClient) -> None:

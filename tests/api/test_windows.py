@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -47,13 +48,19 @@ class Lineage:
             return self.windows.page(session, heads, first=first, count=count, around=around)
 
 
-@pytest.fixture
-def lineage(tmp_path: Path) -> Iterator[Lineage]:
-    database = Database(f"sqlite:///{tmp_path / 'lineage.db'}")
+@contextmanager
+def opened(path: Path) -> Iterator[Lineage]:
+    database = Database(f"sqlite:///{path}")
     made = Lineage(database)
     yield made
     made.windows.close()
     database.close()
+
+
+@pytest.fixture
+def lineage(tmp_path: Path) -> Iterator[Lineage]:
+    with opened(tmp_path / "lineage.db") as made:
+        yield made
 
 
 def lanes_of(page: GraphPage) -> list[int]:
@@ -107,6 +114,15 @@ def test_heads_are_followed_as_they_capture(lineage: Lineage) -> None:
     assert (after.total, after.version == before.version) == (602, False)
     assert set(after.heads) == set(lineage.tips.values())
     assert lanes_of(after)[2:302] == lanes_of(before)[:300], "side stays in its column"
+
+
+def test_a_lineage_that_was_made_anew_has_another_version(lineage: Lineage, tmp_path: Path) -> None:
+    with opened(tmp_path / "anew.db") as anew:
+        for each in (lineage, anew):
+            each.grow("main", 3)
+
+        assert lanes_of(anew.page()) == lanes_of(lineage.page())
+        assert anew.page().version != lineage.page().version
 
 
 def test_a_large_graph_is_drawn_in_the_background(lineage: Lineage, monkeypatch: pytest.MonkeyPatch) -> None:

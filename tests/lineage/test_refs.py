@@ -129,7 +129,7 @@ def test_moving_an_unknown_name_or_to_an_unknown_state_is_not_found(database: Da
 
 
 @pytest.mark.parametrize(
-    "name", ["main", "a", "lr=0.1", "sweep/lr-3e-4", "v1.0", "größe", "best_yet+1", "abc", "deadbeef0" * 3, "f" * 25, "DEAD"]
+    "name", ["main", "a", "lr=0.1", "sweep/lr-3e-4", "v1.0", "größe", "best_yet+1", "abc", "a/.b", "deadbeef0" * 3, "f" * 25, "DEAD"]
 )
 def test_these_names_are_allowed(name: str) -> None:
     assert refs.check_name(name) == name
@@ -148,6 +148,9 @@ def test_these_names_are_allowed(name: str) -> None:
         ("-x", "begins with '-'", "x"),
         ("/x/", "begins with", "x"),
         ("a//b", "'//'", "a/b"),
+        ("a/./b", "'/./'", "a/b"),
+        ("a/././/b", "'/./'", "a/b"),
+        ("a/../b", r"'\.\.' has", "a/-/b"),
         ("x.", "ends with", "x"),
         ("beef", "like the beginning of a uid", "branch-beef"),
         ("0" * 24, "like the beginning of a uid", "branch-" + "0" * 24),
@@ -164,6 +167,7 @@ def test_a_bad_name_is_refused_with_a_good_one(name: str, problem: str, proposed
 @given(st.text() | st.text(alphabet=string.hexdigits.lower() + "-./~"))
 @example("~" * 300)
 @example("a" * 195 + "/" * 10)
+@example("a" * 188 + "/./b" * 5)
 def test_a_proposed_name_is_allowed(name: str) -> None:
     try:
         refs.check_name(name)

@@ -1,10 +1,11 @@
 /** The API of the chosen repository, one function for each route. Each throws `Problem`; a 401 asks for a token and retries once. */
 import type { paths } from "../generated/openapi";
+import { etagOf, inPath } from "./paths";
 import { Problem, problemOf } from "./problem";
 import { askToken, token } from "./token.svelte";
 import type { Clone, Forecast, Incomplete, Process, ServerInfo, Storage } from "../now/types";
 import type { Merge, Report, ReportDetail, Study, StudyDetail } from "../studies/types";
-import type { Branches, Comparison, GraphPage, Histogram, Note, Page, Parallels, Value } from "./types";
+import type { Branches, Comparison, GraphPage, Histogram, Note, Page, Parallels, Ref, Value } from "./types";
 import { view } from "./view.svelte";
 
 type Method = "get" | "post" | "put" | "patch" | "delete";
@@ -103,9 +104,9 @@ export const getHistogram = (query: Query<`${typeof HERE}/histogram`>, signal?: 
 
 export const makeRef = (name: string, ref: Body<`${typeof HERE}/refs/{name}`, "put">) => send("put", `${HERE}/refs/{name}`, { name }, ref);
 
-/** Moves a ref that stands at `version`; a Problem with status 412 says that it no longer does. */
-export const moveRef = (name: string, version: number, rev: string) => send("patch", `${HERE}/refs/{name}`, { name }, { rev }, version);
-export const deleteRef = (name: string, version: number) => send("delete", `${HERE}/refs/{name}`, { name }, undefined, version);
+/** Moves a ref that still is as it was seen; a Problem with status 412 says that it no longer is. */
+export const moveRef = (seen: Ref, rev: string) => send("patch", `${HERE}/refs/{name}`, { name: seen.name }, { rev }, seen);
+export const deleteRef = (seen: Ref) => send("delete", `${HERE}/refs/{name}`, { name: seen.name }, undefined, seen);
 
 /** Sets attributes; null removes one. */
 export const annotate = (uid: string, attributes: Record<string, Value>) => send("patch", `${HERE}/states/{uid}/attributes`, { uid }, { attributes });
@@ -141,17 +142,17 @@ const base = () => `${ROOT}/repositories/${encodeURIComponent(view.repository)}`
 /** The address of a route; names keep their slashes, as the API expects them. */
 function fill(path: string, parts: Record<string, string>): string {
   const known: Record<string, string> = { repository: view.repository, ...parts };
-  return path.slice(1).replace(/\{(\w+)\}/g, (_, name: string) => (known[name] ?? "").split("/").map(encodeURIComponent).join("/"));
+  return path.slice(1).replace(/\{(\w+)\}/g, (_, name: string) => inPath(known[name] ?? ""));
 }
 
-function get<P extends keyof paths>(path: P, parts: Record<string, string>, query: Query<P>, signal?: AbortSignal): Promise<Answer<P>> {
+async function get<P extends keyof paths>(path: P, parts: Record<string, string>, query: Query<P>, signal?: AbortSignal): Promise<Answer<P>> {
   return ask<Answer<P>>(fill(path, parts), { query: query as Words, signal });
 }
 
-function send<P extends keyof paths, M extends Method>(
-  method: M, path: P, parts: Record<string, string>, body: Body<P, M> | undefined, version?: number,
+async function send<P extends keyof paths, M extends Method>(
+  method: M, path: P, parts: Record<string, string>, body: Body<P, M> | undefined, seen?: Ref,
 ): Promise<Answer<P, M>> {
-  const headers: Record<string, string> = version === undefined ? {} : { "If-Match": `"${version}"` };
+  const headers: Record<string, string> = seen === undefined ? {} : { "If-Match": etagOf(seen) };
   return ask<Answer<P, M>>(fill(path, parts), { method: method.toUpperCase(), body, headers });
 }
 
