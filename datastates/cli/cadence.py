@@ -70,13 +70,13 @@ def cadence(
 
 
 def _facts(found: Advice) -> Iterator[str]:
-    from datastates.lineage.show.texts import clean, short, time_text
+    from datastates.lineage.show.texts import short, time_text
     from datastates.policy.contract import span
 
     if found.run is not None and found.started_at is not None:
-        yield f"branch {clean(found.branch or '-')}, training {short(found.run)} of {time_text(found.started_at)}"
+        yield f"branch {found.branch or '-'}, training {short(found.run)} of {time_text(found.started_at)}"
     if found.chosen is not None:
-        yield f"it went by {clean(found.chosen.cadence)}: {clean(found.chosen.why)}"
+        yield f"it went by {found.chosen.cadence}: {found.chosen.why}"
     costs = found.costs
     if costs is not None:
         yield (

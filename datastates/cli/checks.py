@@ -20,13 +20,13 @@ from pathlib import Path
 
 from datastates.errors import DatastatesError
 from datastates.opening.location import Location
+from datastates.store.naming import bytes_of_packs
 from datastates.transport.session.choice import has_system_ucx
 
-from .interrupt import orderly
 from .loopback import TRIED_BYTES, try_ucx
 from .render import size_text
 
-__all__ = ["Check", "Verdict", "examine"]
+__all__ = ["Check", "Verdict", "examine", "interpreter"]
 
 _SAMPLE_BYTES = 64 << 20
 _PIECE_BYTES = 16 << 20
@@ -55,11 +55,14 @@ class Check:
     next: str | None = None
 
 
-def examine(location: Location) -> Iterator[Check]:
-    """Every finding, one after the other; the slow ones come last."""
+def interpreter() -> Iterator[Check]:
+    """What Python and torch are: importing torch must not be interrupted."""
     yield _python()
     yield from _torch()
-    orderly()
+
+
+def examine(location: Location) -> Iterator[Check]:
+    """Every other finding, one after the other; the slow ones come last."""
     yield from _ucx()
     yield from _mpi()
     yield _sqlite()
@@ -260,7 +263,7 @@ def _retention(packs: Path, free: int) -> Check:
     if policy.bound is None:
         said = "states that it keeps may fill the disk"
         return Check("retention", Verdict.WARN, f"{policy.text}: {said}", "give a bound, such as DATASTATES_RETENTION='all at-most:100G'")
-    taken = sum(path.stat().st_size for path in packs.glob("*.safetensors")) if packs.is_dir() else 0
+    taken = bytes_of_packs(packs)
     bound = policy.bound if isinstance(policy.bound, int) else max(taken, (free + taken) // 2)
     said = f"states take {size_text(taken)}, and older ones are thinned beyond {size_text(bound)}"
     return Check("retention", Verdict.OK, f"{policy.text}: {said}")

@@ -56,23 +56,23 @@ def compare(
 
 def _table(found: Comparison, *, show_same: bool) -> Table:
     """A table with a column for each state; the best value of each metric is green."""
-    from datastates.lineage.show.texts import clean, short, step_text
+    from datastates.lineage.show.texts import short, step_text
 
     from .render import stored_text
     from .styled import Text
     from .tables import Column, Table
 
-    table = Table([Column("", is_flexible=True), *(Column(clean(each.rev), is_number=True, is_flexible=True) for each in found.states)])
+    table = Table([Column("", is_flexible=True), *(Column(each.rev, is_number=True, is_flexible=True) for each in found.states)])
     table.add("state", *(Text(short(each.state.uid), "yellow") for each in found.states))
     table.add("step", *(step_text(each.state) for each in found.states))
     if any(each.branch != each.rev for each in found.states):
-        table.add("branch", *(clean(each.branch or "") for each in found.states))
+        table.add("branch", *(each.branch or "" for each in found.states))
     for kind, prefix in _KINDS:
         for row in getattr(found, kind):
             if row.differs or show_same:
-                table.add(clean(prefix + row.key), *_cells(row))
+                table.add(prefix + row.key, *_cells(row))
     table.add("bytes", *(stored_text(each.state) for each in found.states))
-    table.add("lies", *(clean(", ".join(each.places)) for each in found.states))
+    table.add("lies", *(", ".join(each.places) for each in found.states))
     if any(not each.state.status.is_restorable for each in found.states):
         table.add("restorable", *("nothing" if each.nearest is None else short(each.nearest.uid) for each in found.states))
     return table
@@ -93,7 +93,5 @@ def _best(row: ComparisonRow) -> float | None:
 
 
 def _value(value: Value) -> str:
-    from datastates.lineage.show.texts import clean
-
     text = "-" if value is None else f"{value:.6g}" if isinstance(value, float) else str(value)
-    return clean(text if len(text) <= 60 else f"{text[:57]}...")
+    return text if len(text) <= 60 else f"{text[:57]}..."

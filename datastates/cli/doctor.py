@@ -6,6 +6,7 @@ from contextlib import nullcontext
 
 import typer
 
+from .interrupt import orderly
 from .shell import AsJson, Repo, Shell
 
 __all__ = ["register"]
@@ -23,12 +24,13 @@ def doctor(context: typer.Context, repo: Repo = None, as_json: AsJson = False) -
     """Check torch, CUDA, UCX, MPI, databases, memory and disk. Writes 64 MiB where the packs are, twice, and moves as much over UCX."""
     from rich.text import Text
 
-    from .checks import Check, Verdict, examine
+    from .checks import Verdict, examine, interpreter
     from .render import table
 
     shell = Shell(context, repo, as_json)
-    found: list[Check] = []
     location = shell.location(must_exist=False)
+    found = [*interpreter()]
+    orderly()
     with shell.console.status("looking around") if shell.console.is_terminal and not shell.as_json else nullcontext():
         found.extend(examine(location))
     is_fit = all(check.status is not Verdict.FAILED for check in found)

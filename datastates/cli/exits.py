@@ -9,6 +9,7 @@ import traceback
 from datastates.errors import Corrupt, DatastatesError, SyntaxProblem, Unavailable
 from datastates.system import masking
 
+from .cleaning import clean_lines
 from .styled import Text
 
 __all__ = ["EXIT_CODES", "code_of", "complain"]
@@ -56,7 +57,7 @@ def complain(error: BaseException, *, as_json: bool) -> None:
         text = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     else:
         text = f"unexpected {type(error).__name__}: {error}\nDATASTATES_TRACEBACK=1 shows where it comes from"
-    said = Text(masking.text(f"error: {text}"), "red")
+    said = Text(clean_lines(masking.text(f"error: {text}")), "red")
     sys.stderr.write((said.ansi() if sys.stderr.isatty() and not os.environ.get("NO_COLOR") else str(said)) + "\n")
 
 

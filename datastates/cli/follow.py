@@ -26,7 +26,7 @@ _AGAIN = 256
 
 
 def follow_log(shell: Shell, rev: str | None, limit: int, *, all_refs: bool) -> None:
-    """Show the newest ``limit`` states, oldest first, then each new one: those of a branch, or all.
+    """Show the newest ``limit`` states (0: all), oldest first, then each new one: those of a branch, or of all branches.
 
     :raises InvalidInput: ``rev`` is not a branch.
     :raises BrokenPipeError: the reader of the output has gone.
@@ -62,7 +62,7 @@ def _arriving(database: Database, branch: str | None, limit: int) -> Iterator[li
         last = newest_id(session)
         seen = {state.uid for state in states_after(session, max(0, last - _AGAIN))}
         if branch is None:
-            first = states_after(session, max(0, last - limit)) if limit else []
+            first = states_after(session, max(0, last - limit) if limit else 0)
         else:
             first = walk.log(session, refs.get(session, branch).state, limit=limit or None)[::-1]
     yield first

@@ -10,7 +10,7 @@ import typer
 
 from .complete import ref_names
 from .picking import AsCsv, Columns, Since, Sort, columns_of, refine
-from .shell import AsJson, Repo, Shell
+from .shell import MOST, AsJson, Limit, Repo, Shell
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from datastates.lineage.search.query import Field, Query
 
 __all__ = ["register"]
-
-Limit = Annotated[int, typer.Option("--limit", "-n", min=0, help="Show at most this many states; 0 shows all.")]
 
 FOUND = 100
 """How many states ``find`` shows to people who set no limit."""
@@ -132,6 +130,7 @@ def find(
             "--limit",
             "-n",
             min=0,
+            max=MOST,
             help=f"Show at most this many states; 0 shows all (default: the query's own limit, else {FOUND}; with --json and --csv all).",
             show_default=False,
         ),

@@ -10,7 +10,7 @@ import typer
 
 from datastates.lineage.show.branches import Life
 
-from .shell import AsJson, Repo, Shell
+from .shell import MOST, AsJson, Repo, Shell
 
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
@@ -48,7 +48,9 @@ def register(app: typer.Typer) -> None:
 
 def incomplete(
     context: typer.Context,
-    limit: Annotated[int, typer.Option("--limit", "-n", min=0, help="Show at most this many that were given up; 0 shows all.")] = 20,
+    limit: Annotated[
+        int, typer.Option("--limit", "-n", min=0, max=MOST, help="Show at most this many that were given up; 0 shows all.")
+    ] = 20,
     repo: Repo = None,
     as_json: AsJson = False,
 ) -> None:
@@ -143,7 +145,7 @@ def _held(replica: Replica) -> str:
 def _waiting_table(found: tuple[Waiting, ...]) -> Table:
     from datastates.lineage.change.awaited import ranks_text
 
-    from .render import age_text, clean, short
+    from .render import age_text, short
     from .styled import Text
     from .tables import Column, Table
 
@@ -158,12 +160,12 @@ def _waiting_table(found: tuple[Waiting, ...]) -> Table:
         missing = ranks_text(each.missing) or "none: for the state before it"
         life = Text("have ended", "red") if each.has_ended else Text("not ended")
         state = Text(short(each.uid), "yellow")
-        made.add(state, clean(each.branch or ""), str(each.step), missing, str(each.world_size), age_text(each.since), life)
+        made.add(state, each.branch or "", str(each.step), missing, str(each.world_size), age_text(each.since), life)
     return made
 
 
 def _given_up_table(found: tuple[GivenUpState, ...]) -> Table:
-    from .render import age_text, clean, short
+    from .render import age_text, short
     from .styled import Text
     from .tables import Column, Table
 
@@ -175,6 +177,6 @@ def _given_up_table(found: tuple[GivenUpState, ...]) -> Table:
         ]
     )
     for each in found:
-        what = (Text(short(each.uid), "yellow"), clean(each.branch or ""), str(each.step), str(each.rank), str(each.world_size))
-        made.add(*what, each.why.value, clean(each.reason), age_text(each.given_up_at))
+        what = (Text(short(each.uid), "yellow"), each.branch or "", str(each.step), str(each.rank), str(each.world_size))
+        made.add(*what, each.why.value, each.reason, age_text(each.given_up_at))
     return made

@@ -79,14 +79,14 @@ def _list(shell: Shell, rev: str | None, branch: str | None) -> None:
 
 
 def _lines(found: Sequence[Note]) -> list[str]:
-    from .render import age_text, clean, short
+    from .render import age_text, short
 
     lines: list[str] = []
     for note in found:
         of = f"branch {note.branch}" if note.branch is not None else f"state {short(note.state or '')}"
         edited = f", edited {age_text(note.edited_at)}" if note.edited_at else ""
-        lines.append(f"{note.uid}  {clean(of)}  {clean(note.author)}, {age_text(note.created_at)}{edited}")
-        lines += [f"    {clean(line)}" for line in note.text.splitlines()]
+        lines.append(f"{note.uid}  {of}  {note.author}, {age_text(note.created_at)}{edited}")
+        lines += [f"    {line}" for line in note.text.splitlines()]
     return lines
 
 

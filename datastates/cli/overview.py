@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Annotated, Unpack
 import typer
 from rich.text import Text
 
-from .shell import AsJson, Repo, Shell
+from .interrupt import orderly
+from .shell import MOST, AsJson, Limit, Repo, Shell
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -56,7 +57,6 @@ Grouped = Annotated[
         "--group", metavar="BY", help="Put branches with the same value together: study, config.KEY or attr.KEY.", show_default=False
     ),
 ]
-Limit = Annotated[int, typer.Option("--limit", "-n", min=0, help="Show at most this many; 0 shows all.")]
 AsCsv = Annotated[bool, typer.Option("--csv", help="Write a table for a spreadsheet.", show_default=False)]
 
 
@@ -142,12 +142,12 @@ def stats(context: typer.Context, repo: Repo = None, as_json: AsJson = False) ->
     """Show how much there is: states by status, names, runs, bytes, and the range of each metric."""
     from datastates.api.models import Stats
     from datastates.lineage.show import stats as numbers
+    from datastates.store.naming import bytes_of_packs
 
     from .glance import stats_table
 
     shell = Shell(context, repo, as_json)
-    packs = shell.location().packs
-    stored = sum(path.stat().st_size for path in packs.glob("*.safetensors")) if packs.is_dir() else 0
+    stored = bytes_of_packs(shell.location().packs)
     with shell.reading() as session:
         counts = numbers.count(session)
         known = {field.name: getattr(counts, field.name) for field in fields(counts)}
@@ -168,29 +168,23 @@ def watch(
     sort: Sorted = "changed",
     group: Grouped = None,
     limit: Limit = 20,
-    every: Annotated[float, typer.Option("--every", min=0.1, metavar="SECONDS", help="How often to look.")] = 2.0,
-    times: Annotated[int, typer.Option("--times", min=0, help="How often in all; 0: until Ctrl-C.")] = 0,
+    every: Annotated[float, typer.Option("--every", min=0.1, max=86_400.0, metavar="SECONDS", help="How often to look.")] = 2.0,
+    times: Annotated[int, typer.Option("--times", min=0, max=MOST, help="How often in all; 0: until Ctrl-C.")] = 0,
     repo: Repo = None,
     as_json: AsJson = False,
 ) -> None:
     """Show the branches while they are trained; Ctrl-C ends it. In a pipe they are written again whenever something changed."""
-    from datastates.lineage import Database
     from datastates.opening.home import look_at
 
     shell = Shell(context, repo, as_json)
-    location = shell.location()
-    database, home = Database(location.database_url, create=False), look_at(location)
+    home = look_at(shell.location())
+    with shell.database() as database:
 
-    def look() -> Branches:
-        with database.read() as session:
-            return _ask((session, home), query, rising, metric=metric, sort=sort, group=group, limit=limit or None)
+        def look() -> Branches:
+            with database.read() as session:
+                return _ask((session, home), query, rising, metric=metric, sort=sort, group=group, limit=limit or None)
 
-    try:
         _watch(shell, look, every, times)
-    except KeyboardInterrupt:
-        pass
-    finally:
-        database.close()
 
 
 def _watch(shell: Shell, look: Callable[[], Branches], every_s: float, times: int) -> None:
@@ -199,6 +193,7 @@ def _watch(shell: Shell, look: Callable[[], Branches], every_s: float, times: in
 
     from .glance import branches_table
 
+    orderly()  # what moves hides the cursor, and shows it again when it ends
     waiting, before = threading.Event(), None
     numbers = range(times) if times else count()
     if shell.console.is_terminal and not shell.as_json:

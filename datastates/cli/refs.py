@@ -9,7 +9,7 @@ import typer
 from datastates.errors import NotFound
 
 from .complete import branch_names, ref_names, tag_names
-from .shell import AsJson, Repo, Shell
+from .shell import AsJson, Limit, Repo, Shell
 
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
@@ -88,7 +88,7 @@ def list_refs(context: typer.Context, repo: Repo = None, as_json: AsJson = False
 def reflog(
     context: typer.Context,
     name: Annotated[str, typer.Argument(metavar="NAME", help="A branch or a tag, even one that was deleted.", autocompletion=ref_names)],
-    limit: Annotated[int, typer.Option("--limit", "-n", min=0, help="Show at most this many; 0 shows all.")] = 20,
+    limit: Limit = 20,
     repo: Repo = None,
     as_json: AsJson = False,
 ) -> None:

@@ -105,7 +105,7 @@ def refs_table(refs: Sequence[Ref], states: Mapping[str, State]) -> Table:
     for ref in refs:
         state = states[ref.state]
         made.add(
-            Text(clean(ref.name), _REF_STYLES[ref.kind]),
+            Text(ref.name, _REF_STYLES[ref.kind]),
             ref.kind.value,
             Text(short(ref.state), "yellow"),
             step_text(state),
@@ -121,10 +121,10 @@ def events_table(events: Sequence[RefEvent]) -> Table:
     made = Table([Column("event"), Column("from"), Column("to"), Column("why", is_flexible=True), Column("when", rank=1)])
     for index, event in enumerate(events):
         made.add(
-            Text(clean(f"{event.name}@{{{index}}}"), _REF_STYLES[event.kind]),
+            Text(f"{event.name}@{{{index}}}", _REF_STYLES[event.kind]),
             Text(short(event.old), "yellow"),
             Text(short(event.new), "yellow"),
-            clean(event.reason),
+            event.reason,
             time_text(event.created_at),
         )
     return made

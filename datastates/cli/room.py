@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from .complete import branch_names
-from .shell import AsJson, Repo, Shell
+from .shell import AsJson, Limit, Repo, Shell
 
 if TYPE_CHECKING:
     from datastates.upkeep.retention import Pruned
@@ -44,7 +44,7 @@ def du(
         str | None,
         typer.Argument(metavar="BRANCH", help="Its states, one by one; without it, all branches.", autocompletion=branch_names),
     ] = None,
-    limit: Annotated[int, typer.Option("--limit", "-n", min=0, help="Show at most this many; 0 shows all.")] = _LISTED,
+    limit: Limit = _LISTED,
     repo: Repo = None,
     as_json: AsJson = False,
 ) -> None:
@@ -89,11 +89,11 @@ def prune(
 
 
 def _show_branches(shell: Shell, found: Usage, limit: int) -> None:
-    from .render import clean, size_text
+    from .render import size_text
 
     made = _table("branch", "states")
     for use in found.branches[: limit or None]:
-        made.add(clean(use.branch) or "(no branch)", f"{use.states:,}", size_text(use.own_bytes), size_text(use.shared_bytes))
+        made.add(use.branch or "(no branch)", f"{use.states:,}", size_text(use.own_bytes), size_text(use.shared_bytes))
     shell.write(made)
     if len(found.branches) > limit > 0:
         shell.hint(f"these are {limit} of {len(found.branches)}: -n 0 shows all")
@@ -101,13 +101,13 @@ def _show_branches(shell: Shell, found: Usage, limit: int) -> None:
 
 
 def _show_states(shell: Shell, states: list[StateUse], limit: int) -> None:
-    from .render import clean, short, size_text
+    from .render import short, size_text
     from .tables import Column
 
     made = _table("state", "step")
     made.columns.append(Column("stays because of", is_flexible=True, rank=1))
     for use in states[: limit or None]:
-        made.add(short(use.uid), f"{use.step}", size_text(use.own_bytes), size_text(use.shared_bytes), clean(use.stays or ""))
+        made.add(short(use.uid), f"{use.step}", size_text(use.own_bytes), size_text(use.shared_bytes), use.stays or "")
     shell.write(made)
     if len(states) > limit > 0:
         shell.hint(f"these are the newest {limit} of {len(states)}: -n 0 shows all")
@@ -121,16 +121,14 @@ def _table(name: str, number: str) -> Table:
 
 
 def _show_pruned(shell: Shell, report: Pruned) -> None:
-    from .render import clean, short, size_text
+    from .render import short, size_text
 
     would = "would be dropped" if report.is_dry_run else "dropped"
     for each in report.dropped[:_LISTED] if report.is_dry_run else ():
-        shell.write(
-            f"{short(each.uid)}  {clean(each.branch) or '(no branch)'}  step {each.step}  {size_text(each.bytes)}  {clean(each.reason)}"
-        )
+        shell.write(f"{short(each.uid)}  {each.branch or '(no branch)'}  step {each.step}  {size_text(each.bytes)}  {each.reason}")
     if report.is_dry_run and len(report.dropped) > _LISTED:
         shell.write(f"and {len(report.dropped) - _LISTED} more")
     for reason, count in Counter(report.kept).most_common(_LISTED):
-        shell.write(f"{count:>8,} stay: {clean(reason)}")
+        shell.write(f"{count:>8,} stay: {reason}")
     freed = f"{size_text(report.bytes_freed)} of {size_text(report.bytes_before)} freed"
     shell.write(f"{len(report.dropped):,} states {would}, {freed}; kept: {report.policy}")

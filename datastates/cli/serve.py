@@ -27,6 +27,24 @@ if TYPE_CHECKING:
 __all__ = ["register"]
 
 _LOOK_S = 1.0
+_TLS = "for TLS put a proxy before the page (docs/deployment.md, 'Behind a proxy')"
+_PEERS = "leave out what is for peers, or add a tcp:// address"
+_PAGE = "leave out what is for the page, or add an http:// address"
+_OF_CLONES = {
+    "token_file": "the tokens of the page are in the file of --web-tokens",
+    "tls_cert": _TLS,
+    "tls_key": _TLS,
+    "writable": "--write lets the page write",
+    "data": _PEERS,
+    "timeout": _PEERS,
+}
+"""The options that concern only addresses for peers, by parameter, and what to do instead."""
+_OF_PAGE = {
+    "web_tokens": "the token of peers is in the file of --token-file",
+    "write": "--writable lets peers push states",
+    **dict.fromkeys(("allowed_host", "prefix", "cors", "trusted_proxy", "access_log", "pictures"), _PAGE),
+}
+"""Those that concern only addresses of the page."""
 _Seen = Callable[["ServerStats"], None]
 
 
@@ -120,6 +138,7 @@ def serve(
     """Serve repositories until Ctrl-C or SIGTERM: the page and the web API, or states to clone. Beyond 127.0.0.1 it needs a token."""
     shell = Shell(context, None, as_json)
     web_urls, clone_urls = _where(urls or [], host, port)
+    _check_options(context, web_urls, clone_urls)
     if tls_key is not None and tls_cert is None:
         raise InvalidInput("--tls-key is of no use without --tls-cert: name the certificate too")
     web = WebOptions(web_tokens, write, allowed_host or (), prefix, cors or (), trusted_proxy or (), access_log, pictures)
@@ -150,6 +169,27 @@ def _where(urls: Sequence[str], host: str | None, port: int | None) -> tuple[lis
         host = "127.0.0.1" if host is None else host
         return [f"http://{f'[{host}]' if ':' in host else host}:{8642 if port is None else port}"], []
     return [url for url in urls if url.startswith("http:")], [url for url in urls if not url.startswith("http:")]
+
+
+def _check_options(context: typer.Context, web_urls: Sequence[str], clone_urls: Sequence[str]) -> None:
+    """Refuse options that none of the addresses would obey, so that nobody relies on them.
+
+    :raises InvalidInput: there is one; names the next step.
+    """
+    for of, urls, steps in (("tcp:// and ucx://", clone_urls, _OF_CLONES), ("http://", web_urls, _OF_PAGE)):
+        given = {
+            parameter.opts[0]: steps[parameter.name]
+            for parameter in context.command.params
+            if parameter.name in steps and _is_given(context, parameter.name)
+        }
+        if given and not urls:
+            what = f"{' and '.join(given)} {'concern' if len(given) > 1 else 'concerns'} only {of}"
+            raise InvalidInput(f"{what}, not {', '.join([*web_urls, *clone_urls])}: {'; '.join(dict.fromkeys(given.values()))}")
+
+
+def _is_given(context: typer.Context, name: str) -> bool:
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
 
 
 def _only(repositories: Mapping[str, Repository], url: str) -> Repository:
@@ -210,11 +250,10 @@ def _announce(shell: Shell, repository: Repository, server: Server, *, has_tls: 
         options = " --tls-ca FILE" if has_tls else ""
         named = [ref.name for ref in repository.refs()]
         rev = next((name for name in ("main", *named) if name in named), "REV")
-        for line in (
+        shell.write(
             f"serving {repository.location} at {server.url}",
             f"clone with: datastates clone {_dialled(server.url)}/{rev} --repo DIR{options}",
-        ):
-            shell.console.print(line, soft_wrap=True)  # to be copied: not folded
+        )
 
 
 def _dialled(url: str) -> str:

@@ -13,6 +13,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from datastates.lineage.show.texts import clean
+
+from .cleaning import Cleaned, clean_line
 from .interrupt import orderly
 from .styled import Text
 from .tables import Table
@@ -25,7 +28,7 @@ if TYPE_CHECKING:
     from datastates.opening.location import Location
     from datastates.repository import Repository
 
-__all__ = ["AsJson", "Globals", "Repo", "Shell", "is_terminal"]
+__all__ = ["MOST", "AsJson", "Globals", "Limit", "Repo", "Shell", "is_terminal"]
 
 Repo = Annotated[
     str | None,
@@ -38,6 +41,11 @@ Repo = Annotated[
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Write JSON; lists as one object a line.", show_default=False)]
+
+MOST = 10**9
+"""The largest number that an option which counts takes: databases count to 2**63 at most."""
+
+Limit = Annotated[int, typer.Option("--limit", "-n", min=0, max=MOST, help="Show at most this many; 0 shows all.")]
 
 PIPED_WIDTH = 10_000
 """The width for output that a program reads, so that nothing is folded or cut."""
@@ -128,7 +136,9 @@ class Shell:
             yield repository
 
     def write(self, *items: str | Text | Table | RenderableType) -> None:
-        """Write for people: on a terminal nothing is wider than it; for a program there are neither colours nor trailing blanks."""
+        """Write for people; a ``str`` is a line. On a terminal nothing is wider than it; for a program there are neither colours nor
+        trailing blanks. Whatever others wrote into it cannot steer the terminal.
+        """
         for item in items:
             if isinstance(item, Table):
                 self._write_lines(item.lines(self.width))
@@ -136,7 +146,7 @@ class Shell:
                 if left_out:
                     self.hint(f"no room here for {', '.join(left_out)}: a wider terminal shows more")
             elif isinstance(item, str | Text):
-                self._write_lines([Text(line) for line in item.split("\n")] if isinstance(item, str) else [item])
+                self._write_lines([Text(item) if isinstance(item, str) else item])
             else:
                 self._write_rich(item)
 
@@ -146,10 +156,11 @@ class Shell:
 
     def _write_lines(self, lines: Iterable[Text]) -> None:
         has_colours = is_terminal() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") not in ("dumb", "unknown")
-        for line in lines:
+        for line in map(clean_line, lines):
             sys.stdout.write((line.ansi() if has_colours else str(line)).rstrip() + "\n")
 
     def _write_rich(self, item: RenderableType) -> None:
+        item = Cleaned(item)
         if self.console.is_terminal:
             self.console.print(item)
             return
@@ -158,10 +169,11 @@ class Shell:
         sys.stdout.write("".join(f"{line.rstrip()}\n" for line in captured.get().splitlines()))
 
     def hint(self, text: str) -> None:
-        """Write a remark for people beside the output: on standard error, and not with JSON."""
+        """Write a remark of one line for people beside the output: on standard error, and not with JSON."""
         if self.as_json:
             return
         sys.stdout.flush()  # the output that it refers to comes first
+        text = clean(text)
         is_dim = sys.stderr.isatty() and not os.environ.get("NO_COLOR")
         sys.stderr.write((Text(text, "dim").ansi() if is_dim else text) + "\n")
 

@@ -13,7 +13,7 @@ from datastates.lineage.show.relevance import relevant_keys
 from datastates.lineage.show.texts import first_line
 from datastates.lineage.states import Ref, State
 
-from .render import age_text, by_state, clean, refs_text, short, size_text, status_text, step_text
+from .render import age_text, by_state, refs_text, short, size_text, status_text, step_text
 from .styled import Text
 from .tables import Column, Table
 
@@ -100,7 +100,7 @@ _FLEXIBLE = {"message": 20, "branch": 0, "refs": 0, "attr": 0, "config": 0, "tag
 def _column(name: str, key: str, place: int, *, is_chosen: bool) -> Column:
     """The column of a field. Fields that were asked for stay longest; a state and its step stay always."""
     rank = 0 if name in ("uid", "step") or is_chosen else _RANKS.get(name, 200 + place)
-    return Column(clean(key or _HEADERS.get(name, name)), name in _NUMBERS, name in _FLEXIBLE, rank)
+    return Column(key or _HEADERS.get(name, name), name in _NUMBERS, name in _FLEXIBLE, rank)
 
 
 def _cell(state: State, name: str, key: str, known: Known, refs: Sequence[Ref]) -> Text:
@@ -120,7 +120,7 @@ def _cell(state: State, name: str, key: str, known: Known, refs: Sequence[Ref]) 
         case "bytes_total" | "bytes_new":
             return Text(size_text(int(getattr(state, name))))
     value = _value(state, name, key, known)
-    return Text("" if value is None else f"{value:.6g}" if isinstance(value, float) else clean(str(value)))
+    return Text("" if value is None else f"{value:.6g}" if isinstance(value, float) else str(value))
 
 
 def _value(state: State, name: str, key: str, known: Known) -> Value:

@@ -105,9 +105,9 @@ def announce_web(
         shell.write_json({**said, "token": token} if token else said)
         return
     names = ", ".join(f"{name} ({repository.location})" for name, repository in repositories.items())
-    shell.console.print(f"serving {names} at {server.url}", soft_wrap=True)
+    shell.write(f"serving {names} at {server.url}")
     address = dialled(server.url) + (f"{'' if server.url.endswith('/') else '/'}#token={token}" if token else "")
-    shell.console.print(f"open {address} in a browser; Ctrl-C ends it", soft_wrap=True)
+    shell.write(f"open {address} in a browser; Ctrl-C ends it")
     if not (STATIC / "index.html").is_file():
         shell.hint("the page is not built: `make ui` in the source tree builds it; the API works without it")
 

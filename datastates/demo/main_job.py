@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -31,9 +32,11 @@ from datastates import PermutationSampler, Repository
 from datastates.demo.model import FULL, GPT, SHORT, Size, Text, read_text
 from datastates.demo.outliers import find_outliers, show_outliers
 from datastates.demo.report import Cost, Outcome, examine, show
-from datastates.errors import InvalidInput
+from datastates.errors import InvalidInput, Unsupported
 
 MARKER = "made-by-datastates-demo"
+EXTRA = {"matplotlib": "matplotlib", "sklearn": "scikit-learn"}
+"""The packages of the extra ``demo``, by module."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +97,13 @@ def evaluate(model: GPT, text: Text) -> float:
 
 
 def run_demo(root: Path, *, short: bool = False, console: Console | None = None) -> Outcome:
-    """Run the whole main job in ``root``: a new or empty folder, or one of an earlier demo, which is emptied first."""
+    """Run the whole main job in ``root``: a new or empty folder, or one of an earlier demo, which is emptied first.
+
+    :raises Unsupported: a package that its end needs is not installed.
+    :raises InvalidInput: ``root`` holds something else.
+    """
     console, size = console or Console(), SHORT if short else FULL
+    check_extra()
     begin(root)
     columns = (TextColumn("{task.description:<12}"), BarColumn(), MofNCompleteColumn(), TextColumn("steps"), TimeElapsedColumn())
     with datastates.open(root) as repo:
@@ -136,6 +144,16 @@ def resume(root: Path, size: Size) -> None:
 def _say_a_line() -> None:
     sys.stdout.write("step\n")
     sys.stdout.flush()
+
+
+def check_extra() -> None:
+    """Look for the packages that draw the losses and find wrong labels, minutes before they are needed.
+
+    :raises Unsupported: one is not installed.
+    """
+    lacking = [name for module, name in EXTRA.items() if find_spec(module) is None]
+    if lacking:
+        raise Unsupported(f"the demo needs {' and '.join(lacking)}: pip install 'datastates[demo]'")
 
 
 def begin(root: Path) -> None:

@@ -50,7 +50,7 @@ from .files import (
 )
 from .index import SHARED_BYTES, ChunkIndex, Hint
 from .mapped import MappedReader
-from .naming import MAX_MANIFEST, manifest_name, packs_of, uid_of
+from .naming import MAX_MANIFEST, bytes_of_packs, manifest_name, packs_of, uid_of
 from .pace import Pace
 from .pack import padded, payload_bytes
 from .placing import Places, PutPlan, own_bytes, places_of, plan_put, readable
@@ -159,13 +159,7 @@ class LocalTier(DurableTier):
     @property
     def bytes_stored(self) -> int:
         """See ``DurableTier.bytes_stored``."""
-        stored = 0
-        with suppress(OSError), os.scandir(self.root) as entries:
-            for entry in entries:
-                if uid_of(entry.name, "safetensors") is not None:
-                    with suppress(FileNotFoundError):  # removed just now
-                        stored += entry.stat(follow_symlinks=False).st_size
-        return stored
+        return bytes_of_packs(self.root)
 
     def has(self, uid: str) -> bool:
         """Whether the manifest of a state is here."""

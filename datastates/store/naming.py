@@ -1,8 +1,10 @@
-"""The names of the files in a folder of packs, and the packs that a manifest there needs."""
+"""The names of the files in a folder of packs, the packs that a manifest there needs, and what all of them take."""
 
 from __future__ import annotations
 
+import os
 import re
+from contextlib import suppress
 from pathlib import Path
 
 from datastates.content.envelope import decode_packs
@@ -10,7 +12,7 @@ from datastates.content.manifest import PackInfo
 from datastates.errors import Corrupt, Unavailable
 from datastates.system.regular import read_regular
 
-__all__ = ["MAX_MANIFEST", "manifest_name", "packs_of", "uid_of"]
+__all__ = ["MAX_MANIFEST", "bytes_of_packs", "manifest_name", "packs_of", "uid_of"]
 
 MAX_MANIFEST = 256 << 20
 """The size of the largest manifest that is read, in bytes."""
@@ -38,3 +40,14 @@ def packs_of(root: Path, uid: str, rank: int = 0) -> tuple[PackInfo, ...]:
         return decode_packs(read_regular(path, most=MAX_MANIFEST), source=str(path))
     except (OSError, Corrupt, Unavailable):
         return ()
+
+
+def bytes_of_packs(root: Path) -> int:
+    """The bytes that the packs in a folder take; none if it cannot be read. What is deleted meanwhile takes none."""
+    taken = 0
+    with suppress(OSError), os.scandir(root) as entries:
+        for entry in entries:
+            if uid_of(entry.name, "safetensors") is not None:
+                with suppress(FileNotFoundError):  # deleted just now
+                    taken += entry.stat(follow_symlinks=False).st_size
+    return taken

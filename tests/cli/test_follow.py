@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from datastates.cli.follow import _arriving
 from datastates.lineage import Database
 from datastates.lineage.change import record
 from tests.cli.conftest import Invoke, uid
@@ -51,15 +52,20 @@ def test_new_states_appear_as_they_are_recorded_and_ctrl_c_is_quiet(root: Path, 
 
 
 def test_all_branches_are_followed_by_name(root: Path, lineage: Database) -> None:
-    command = [*TERMINAL, "--all", "-n", "0"]
+    command = [*TERMINAL, "--all", "-n", "1"]
     with subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, bufsize=1) as process:
-        assert process.stdout is not None
-        for number in range(200):  # until it looks: what was there when it began is not shown
-            capture(lineage, f"{number:024x}", uid("f", 6) if not number else f"{number - 1:024x}", "fork", 7 + number)
-            if select.select([process.stdout], [], [], 0.1)[0]:
-                break
-        assert line(process).startswith("fork: ")
+        assert line(process) == f"main: {uid('1', 8)[:10]} (main) step 8\n"
+        capture(lineage, "e" * 24, uid("f", 6), "fork", 7)
+        assert line(process) == f"fork: {'e' * 10} (fork) step 7  loss=0.5\n"
         process.terminate()
+
+
+@pytest.mark.parametrize(("branch", "steps"), [(None, [1, 2, 3, 4, 5, 6, 7, 4, 5, 6, 8]), ("fork", [1, 2, 3, 4, 5, 6])])
+def test_zero_shows_all_states_before_the_new_ones(lineage: Database, branch: str | None, steps: list[int]) -> None:
+    looks = _arriving(lineage, branch, 0)
+    assert [state.step for state in next(looks)] == steps
+    capture(lineage, "e" * 24, uid("f", 6), "fork", 7)
+    assert [state.uid for state in next(looks)] == ["e" * 24]
 
 
 def test_a_reader_that_goes_away_ends_it(root: Path) -> None:

@@ -218,6 +218,23 @@ main()
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize(("command", "interrupted"), [("watch", "overview._said"), ("doctor", "checks._torch")])
+def test_interrupt_leaves_a_terminal_with_its_cursor(root: Path, command: str, interrupted: str) -> None:
+    code = f"""
+import os, signal, sys
+from datastates.cli import checks, main, overview
+{interrupted} = lambda *_: os.kill(os.getpid(), signal.SIGINT)
+sys.argv = ['datastates', '{command}']
+main()
+"""
+    shown = ["script", "-qec", shlex.join([sys.executable, "-c", code]), "/dev/null"]
+    environ = {**os.environ, "TERM": "xterm"}
+    done = subprocess.run(shown, cwd=root, env=environ, capture_output=True, text=True, timeout=60, check=False)
+
+    assert done.returncode == 130, done.stdout
+    assert done.stdout.count("\x1b[?25l") == done.stdout.count("\x1b[?25h"), "as often shown as hidden"
+
+
 @pytest.mark.in_turn
 @pytest.mark.parametrize("delay_s", [0.03, 0.06, 0.1, 0.15, 0.2, 0.3, 0.4])
 def test_interrupt_while_it_starts_is_quiet(root: Path, delay_s: float) -> None:

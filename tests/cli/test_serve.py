@@ -159,6 +159,38 @@ def test_server_that_cannot_start_says_why(invoke: Invoke, root: Path, arguments
     assert "short-secret" not in failed.err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("http://127.0.0.1:0", "--tls-cert", "cert", "--tls-key", "key"), "--tls-cert and --tls-key concern only tcp:// and ucx://"),
+        (("http://127.0.0.1:0", "--tls-key", "key"), "proxy before the page (docs/deployment.md"),
+        (("--port", "0", "--token-file", "token"), "--web-tokens"),
+        (("http://127.0.0.1:0", "--writable"), "--write lets the page write"),
+        (("http://127.0.0.1:0", "--data", "auto"), "add a tcp:// address"),
+        (("http://127.0.0.1:0", "--timeout", "10"), "--timeout concerns only"),
+        (("tcp://127.0.0.1:0", "--write"), "--writable lets peers push"),
+        (("tcp://127.0.0.1:0", "--web-tokens", "tokens"), "--token-file"),
+        (("ucx://127.0.0.1:0", "--allowed-host", "lab.example"), "--allowed-host concerns only http://, not ucx://127.0.0.1:0"),
+        (("tcp://127.0.0.1:0", "--prefix", "/lineage"), "add an http:// address"),
+        (("tcp://127.0.0.1:0", "--cors", "*"), "add an http:// address"),
+        (("tcp://127.0.0.1:0", "--trusted-proxy", "10.0.0.1"), "add an http:// address"),
+        (("tcp://127.0.0.1:0", "--access-log"), "add an http:// address"),
+        (("tcp://127.0.0.1:0", "--pictures", "json:dumps"), "add an http:// address"),
+    ],
+)
+def test_option_that_no_address_would_obey_is_refused(invoke: Invoke, arguments: tuple[str, ...], said: str) -> None:
+    refused = invoke("serve", *arguments, "--repo", "nowhere")
+
+    assert (refused.code, refused.out) == (5, "")
+    assert said in refused.err
+
+
+def test_options_of_page_and_peers_go_together_where_both_are_served(invoke: Invoke) -> None:
+    both = ("http://127.0.0.1:0", "tcp://127.0.0.1:0", "--write", "--writable", "--timeout", "5", "--prefix", "/lineage")
+
+    assert invoke("serve", *both, "--repo", "nowhere").code == 3, "only the repository is missing"
+
+
 def test_host_that_is_not_ours_is_refused(root: Path) -> None:
     with serving("http://127.0.0.1:0", "--repo", root, "--allowed-host", "lab.example") as (_, said):
         for host, status in (("evil.example", 421), ("lab.example", 200), ("localhost", 200)):

@@ -16,10 +16,10 @@ from rich.console import Console
 
 import datastates
 from datastates import Repository
-from datastates.demo.main_job import MAIN, MARKER, begin, resume_afresh, train
+from datastates.demo.main_job import MAIN, MARKER, begin, resume_afresh, run_demo, train
 from datastates.demo.model import GPT, SHORT, Shape, read_text
 from datastates.demo.report import Cost, Outcome, Step, show
-from datastates.errors import InvalidInput
+from datastates.errors import InvalidInput, Unsupported
 from tests.support import warm
 from tests.support.effort import part
 
@@ -162,6 +162,19 @@ def _wait_for_a_state(root: Path, process: subprocess.Popen[str]) -> None:
     while not list(root.glob("packs/*.manifest")):
         with contextlib.suppress(subprocess.TimeoutExpired):
             assert process.wait(timeout=0.05) is None, "the demo ended before its first state was durable"
+
+
+@pytest.mark.parametrize(("module", "package"), [("matplotlib", "matplotlib"), ("sklearn", "scikit-learn")])
+def test_demo_without_its_extra_says_so_before_it_changes_or_trains_anything(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str, package: str
+) -> None:
+    begin(tmp_path)
+    (tmp_path / "losses.png").touch()
+    monkeypatch.setitem(sys.modules, module, None)
+
+    with pytest.raises(Unsupported, match=rf"the demo needs {package}: pip install 'datastates\[demo\]'"):
+        run_demo(tmp_path, short=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["losses.png", MARKER]
 
 
 def test_folder_with_something_else_in_it_is_refused_and_left_alone(tmp_path: Path) -> None:
