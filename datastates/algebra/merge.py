@@ -75,11 +75,13 @@ def merge(
     """See ``Repository.merge``."""
     states = _members(core, revs)
     recipe = plan_recipe(method, len(states), weights=weights, only=only, rest=rest, options=dict(options))
-    _check_names(core, names.into, names.tag, states if recipe.method is Method.GREEDY else [_first(states, recipe)], recipe)
+    core.home.check_writable()
+    head = _check_names(core, names.into, names.tag, states if recipe.method is Method.GREEDY else [_first(states, recipe)], recipe)
     notes: dict[str, Value] = {}
     match recipe.method:
         case Method.GREEDY:
-            states, notes = _pick(core, states, recipe, options.get("evaluate"), options.get("better"))
+            goes_on = None if head is None else _GoesOn(str(names.into), head)
+            states, notes = _pick(core, states, recipe, options.get("evaluate"), options.get("better"), goes_on)
             recipe = replace(recipe, weights=(1.0 / len(states),) * len(states))
         case Method.EMA:
             states = states[::-1]  # the newest is the first parent: its counters fit where the average stands
@@ -135,8 +137,10 @@ def _first(states: Sequence[State], recipe: Recipe) -> State:
     return states[-1 if recipe.method is Method.EMA else 0]
 
 
-def _check_names(core: Core, into: str | None, tag: str | None, firsts: Sequence[State], recipe: Recipe) -> None:
-    """Check before any work that the names can be given. The branch is at the first parent, which is one of ``firsts``."""
+def _check_names(core: Core, into: str | None, tag: str | None, firsts: Sequence[State], recipe: Recipe) -> str | None:
+    """Check before any work that the names can be given. The branch is at the first parent, which is one of ``firsts``; returns that
+    state's uid, or None if the branch is a new one.
+    """
     for name in (each for each in (into, tag) if each is not None):
         lineage_refs.check_name(name)
     if into is not None and any(training.branch == into for training in core.trainings):
@@ -148,8 +152,10 @@ def _check_names(core: Core, into: str | None, tag: str | None, firsts: Sequence
     if tag in taken:
         raise Conflict(f"the name {tag!r} is taken by state {taken[str(tag)].state[:10]}: choose another tag")
     ref = taken.get(into or "")
-    if ref is None or (ref.kind is RefKind.BRANCH and any(ref.state == first.uid for first in firsts)):
-        return
+    if ref is None:
+        return None
+    if ref.kind is RefKind.BRANCH and any(ref.state == first.uid for first in firsts):
+        return ref.state
     if recipe.method is Method.GREEDY:
         raise Conflict(f"{into!r} is a {ref.kind} at {ref.state[:10]}, which is none of the states to merge: name a new branch")
     raise Conflict(
@@ -175,14 +181,26 @@ def _base(core: Core, states: Sequence[State], base: str | State | None) -> Stat
 # Greedy
 
 
+@dataclass(frozen=True, slots=True)
+class _GoesOn:
+    """The branch that the soup is to continue, and its head: the best member must be that state."""
+
+    branch: str
+    head: str
+
+
 def _pick(
     core: Core,
     states: Sequence[State],
     recipe: Recipe,
     evaluate: Callable[[Any], float] | None,
     better: str | None,
+    goes_on: _GoesOn | None,
 ) -> tuple[list[State], dict[str, Value]]:
-    """The members of the soup, the best one first: the next best is added each time unless it makes the soup worse."""
+    """The members of the soup, the best one first: the next best is added each time unless it makes the soup worse.
+
+    :raises Conflict: a member is better than the head of the branch to continue; nothing is evaluated after that one.
+    """
     if evaluate is None:
         raise InvalidInput("method='greedy' needs evaluate=, a function of a state's tree that gives a number")
     if better not in ("higher", "lower"):
@@ -198,7 +216,16 @@ def _pick(
             raise InvalidInput(f"evaluate gave nan for {', '.join(member.uid[:10] for member in members)}: give a number for every state")
         return sign * value
 
-    scores = {state.uid: score([state]) for state in states}
+    head = None if goes_on is None else goes_on.head
+    states = sorted(states, key=lambda state: state.uid != head)  # the head first, so that a better one is known for it at once
+    scores: dict[str, float] = {}
+    for state in states:
+        scores[state.uid] = score([state])
+        if goes_on is not None and scores[state.uid] > scores[goes_on.head]:
+            raise Conflict(
+                f"{goes_on.branch!r} is a branch at {goes_on.head[:10]}, for which evaluate gave {sign * scores[goes_on.head]:g}, and for "
+                f"{state.uid[:10]} it gave {sign * scores[state.uid]:g}: the soup goes on from the best state, so name a new branch"
+            )
     ranked = sorted(states, key=lambda state: -scores[state.uid])
     picked, best = ranked[:1], scores[ranked[0].uid]
     for state in ranked[1:]:

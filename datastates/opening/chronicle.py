@@ -34,6 +34,7 @@ from datastates.lineage.change.clones import repository_uid
 from datastates.lineage.chronicle import VERSION, Entry, Mark
 from datastates.lineage.database import Database
 from datastates.lineage.search.news import is_behind, news
+from datastates.lineage.search.settled import settled
 from datastates.system.locks import close_lockable, open_lockable
 from datastates.system.regular import open_regular, write_at
 from datastates.system.sharing import make_folder_like, may_read, share
@@ -49,6 +50,7 @@ _MAGIC = b"DSCHRON\0"
 _HEAD = struct.Struct("<8sIQ16s")
 _FOOT = struct.Struct("<Q")
 _PAGE = 1000
+_PATIENCE_S = 5.0  # a transaction takes milliseconds; one that takes in a large bundle, seconds
 _ALL = 1 << 30
 _MOST_BYTES = 1 << 30
 _FULL_BYTES = 64 << 20  # a frame of more is divided
@@ -92,6 +94,7 @@ def chronicles(packs: Path) -> list[Chronicle]:
 def catch_up(database: Database, packs: Path, *, pages: int = _ALL) -> bool:
     """Write what is new in the lineage to the chronicle, in at most ``pages`` frames; returns whether that was all.
 
+    :raises Unavailable: a transaction goes on that may have ids below the newest (``search/settled``): all that is new waits for it.
     :raises OSError: the file cannot be written.
     :raises Conflict: the lineage is older than its chronicle, because it was restored from a copy.
     """
@@ -152,7 +155,7 @@ def _append(fd: int, database: Database, pages: int) -> bool:
 
 def _untold(database: Database, mark: Mark) -> tuple[Mark, bytes] | None:
     """What came after ``mark``, encoded, and the mark after that; None if nothing did. It is a page, or less if that is too large."""
-    most = _PAGE
+    until, most = settled(database, timeout_s=_PATIENCE_S), _PAGE
     while True:
         with database.read() as session:
             if is_behind(session, mark):
@@ -160,7 +163,7 @@ def _untold(database: Database, mark: Mark) -> tuple[Mark, bytes] | None:
                     "the lineage is older than what its folder of packs was told of it: it was brought back from a copy; "
                     "`datastates reindex --replace` adds what it lacks"
                 )
-            entry = news(session, mark, most=most)
+            entry = news(session, mark, most=most, until=until)
         if entry is None:
             return None
         encoded = _encoder.encode(entry)

@@ -80,9 +80,14 @@ _PART = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+")
 _USERINFO = re.compile(r"(?<![\w+.-])([A-Za-z][\w+.-]*://)([^\s/?#'\"@:]*):([^\s/?#'\"]*)@")
 _DATABASE = re.compile(r"(?i)(?<![\w+.-])(postgres(?:ql)?(?:\+\w+)?://)([^\s:/]*):([^\s@]*(?:@[^\s/?#'\"@]*)*)@")
 """The user and the password of a database as SQLAlchemy reads them; the first ``@`` of a password need not be its last."""
-_PARAMETER = re.compile(r"([?&;])([\w.%~-]+)=([^\s&;#'\"]*)")
-_ASSIGNED = re.compile(r"""(["']?)([A-Za-z_][\w.-]*)\1\s*[=:]\s*""")
-_ASSIGNED_VALUE = re.compile(r""""[^"]*"|'[^']*'|[^\s,;&}\])]+""")
+_PARAMETER = re.compile(r"""([?&;])([\w.%~-]+)=("[^"]*"|'[^']*'|["']?[^\s&;#'"]+)""")
+_ASSIGNED = re.compile(r"""(["']?)(?<![\w.-])([\w.-]+)\1\s*[=:]\s*|(?<!\S)--([\w.-]+)\s+(?!-)""")
+_QUOTED = r""""[^"]*"|'[^']*'"""
+_ASSIGNED_VALUE = re.compile(
+    rf"""(?:{_QUOTED})(?:(?!\W*[A-Za-z_][\w.-]*["']?\s*[=:])(?:{_QUOTED}|[^\s,;&}}\])"'])+)?"""
+    r"""|["'][^\s,;&}\])]+|(?:(?i:bearer|basic)\s+)?[^\s,;&}\])"'](?:[^\s,;&}\])]*[^\s,;&}\])"'])?"""
+)
+"""What stands in quotes and what is joined to it, unless that is the next name; or all up to a blank or a sign that ends it."""
 _SHAPES = re.compile(
     r"(?<![A-Za-z0-9])(?:hf_[A-Za-z0-9]{20,}|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|glpat-[\w-]{20,}|npm_[A-Za-z0-9]{30,}"
     r"|sk-(?=[\w-]*[0-9])(?=[\w-]*[A-Z])[\w-]{20,}|xox[abeprs]-[A-Za-z0-9-]{10,}|(?:AKIA|ASIA)[A-Z0-9]{16}"
@@ -119,13 +124,13 @@ def text(said: str) -> str:
 
 def arguments(argv: Iterable[str]) -> tuple[str, ...]:
     """The command line with secrets masked: the word after ``--token`` in ``--token X``, and the value in ``NAME=X``, ``name: X`` and
-    ``{"name": "X"}``.
+    ``{"name": "X"}``; also in a word that is itself a command line, as of ``sh -c``.
     """
     found: list[str] = []
     is_next = False
     for word in argv:
-        found.append(MASK if is_next and not word.startswith("--") else text(_without_assigned(word)))
-        is_next = word.startswith("-") and "=" not in word and not word[-1].isspace() and is_secret(word)
+        found.append(MASK if is_next and not word.startswith("--") else _in_full(word))
+        is_next = word.startswith("-") and "=" not in word and word.split() == [word] and is_secret(word)
     return tuple(found)
 
 
@@ -140,24 +145,34 @@ def named(values: Mapping[str, _Value]) -> dict[str, _Value | str]:
 
 def _value(key: str, value: _Value) -> _Value | str:
     if isinstance(value, str):
-        return MASK if value and is_secret(key) else text(_without_assigned(value))
+        return MASK if value and is_secret(key) else _in_full(value)
     is_number = isinstance(value, int) and not isinstance(value, bool)
     return MASK if is_number and is_secret(key) and not key.lower().endswith("token") else value
 
 
+def _in_full(said: str) -> str:
+    """The text with all secrets masked. What a name hides may end a parameter of a URL elsewhere, which is looked at again."""
+    return text(_without_assigned(text(said)))
+
+
 def _without_assigned(word: str) -> str:
-    """The word with the values in ``NAME=X``, ``name: X`` and ``"name": "X"`` masked, however deep they are nested."""
+    """The word with the values in ``NAME=X``, ``name: X``, ``"name": "X"`` and ``--name X`` masked, however deep they are nested."""
     kept, at = [], 0
     for match in _ASSIGNED.finditer(word):
-        value = _ASSIGNED_VALUE.match(word, match.end()) if match.start() >= at and is_secret(match[2]) else None
+        value = _ASSIGNED_VALUE.match(word, match.end()) if match.start() >= at and is_secret(match[2] or match[3]) else None
         if value is not None and value[0].lower() not in ("true", "false", "none", "null"):
-            quote = value[0][0] if value[0][0] in "\"'" else ""
-            kept += [word[at : match.end()], quote, MASK, quote]
+            kept += [word[at : match.end()], _masked(value[0])]
             at = value.end()
     return "".join([*kept, word[at:]])
 
 
+def _masked(value: str) -> str:
+    """The mask, in the quotes that the value has."""
+    quote = value[0] if value[0] in "\"'" else ""
+    return f"{quote}{MASK}{quote}"
+
+
 def _parameter(match: re.Match[str]) -> str:
-    sign, name, _ = match.groups()
+    sign, name, value = match.groups()
     last = [word.lower() for word in _PART.findall(name)][-1:]
-    return f"{sign}{name}={MASK}" if is_secret(name) or (last and last[0] in _PARAMETERS) else match[0]
+    return f"{sign}{name}={_masked(value)}" if is_secret(name) or (last and last[0] in _PARAMETERS) else match[0]

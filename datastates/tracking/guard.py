@@ -17,6 +17,7 @@ import logging
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count
 from typing import Literal, Protocol
 
@@ -36,6 +37,7 @@ from datastates.policy.spikes import Spikes
 from datastates.system.devices import Mark, devices
 from datastates.system.logs import event
 
+from .later_groups import without_later_groups
 from .soundness import is_sound
 from .training import Training
 
@@ -105,10 +107,10 @@ class Guard:
     - It moves the branch back, with ``rewind`` in its reflog.
 
     With ``data="skip"`` loaders and samplers stay where they are: the batches since the good state are not seen again, and parameters that
-    the script froze or unfroze since then stay so. With ``data="reshuffle"`` they go back too, and the rest of the epoch of each tracked
-    ``PermutationSampler`` is shuffled anew. Use ``run.steps`` then, which begins a new iteration of the loader, and let ``run.epochs`` or
-    ``run.step`` end the training, since it may go back over the beginning of an epoch. The training will meet broken data again in that
-    case.
+    the script froze or unfroze since then stay so. So do parameter groups that it added, as they were when it had just added them. With
+    ``data="reshuffle"`` all this goes back too, and the rest of the epoch of each tracked ``PermutationSampler`` is shuffled anew. Use
+    ``run.steps`` then, which begins a new iteration of the loader, and let ``run.epochs`` or ``run.step`` end the training, since it may go
+    back over the beginning of an epoch. The training will meet broken data again in that case.
 
     A loss on a device is read one call later, when the next step is under way: training does not wait for it, and a rewind comes
     one step later. Pass ``float(loss)`` to know at once. A guard watches one process; trainings of several ranks cannot have one.
@@ -246,7 +248,14 @@ class Guard:
 
     def _put_back(self, good: State) -> None:
         training = self._training
-        training.go_back(good, without=self._kept, reason="rewind")
+        go_back = partial(training.go_back, good, without=self._kept, reason="rewind")
+        try:
+            go_back()
+        except InvalidInput:
+            with without_later_groups(training, good, without=self._kept, are_kept=self._rules.data == "skip") as were_any:
+                if not were_any:
+                    raise
+                go_back()
         if not training.adapted.has_gradients:
             for optimizer in training.adapted.optimizers:
                 optimizer.zero_grad()

@@ -19,7 +19,7 @@ from datastates.opening.core import Core
 from datastates.system.notices import say
 from datastates.upkeep.loading import load
 
-__all__ = ["go_on_training", "lose_groups", "part_at", "regain_groups", "say_gained", "say_what_differs"]
+__all__ = ["go_on_training", "groups_in", "lose_groups", "part_at", "regain_groups", "say_gained", "say_what_differs"]
 
 _logger = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ def regain_groups(core: Core, state: State, adapted: Adapted) -> list[tuple[Opti
     ``lose_groups`` undoes it.
     """
     found = [(path, bare(each)) for path, each in parts(adapted.objects) if isinstance(each, Optimizer)]
-    stored = [(each, _groups_in(core, state, path)) for path, each in found if is_plain(each)]  # all are read before any is changed
+    stored = [(each, groups_in(core, state, path)) for path, each in found if is_plain(each)]  # all are read before any is changed
     return [(each, count) for each, groups in stored if (count := add_groups(each, groups, adapted))]
 
 
@@ -88,7 +88,7 @@ def say_what_differs(branch: str, report: RestoreReport, does: str = "begins") -
             say(f"branch {branch}: {_counted(paths)} {was} where it {does}, and {now} here; requires_grad stays as the script set it")
 
 
-def _groups_in(core: Core, state: State, path: str) -> object:
+def groups_in(core: Core, state: State, path: str) -> object:
     """The parameter groups that the state has of the optimizer at a path; None if there are none."""
     try:
         found = load(core, state, only=f"{path}/param_groups")

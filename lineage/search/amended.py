@@ -42,9 +42,9 @@ def name_at(session: Session, id_: int) -> str | None:
     return None if found is None else str(found)
 
 
-def amendments(session: Session, after: int, *, late: int) -> Amendments | None:
-    """The next amendments after ``after``, and again those of the ``late`` ids before it; None when there is no new one."""
-    rows = session.execute(_NEW, {"after": after - late, "most": _PAGE + late}).all()
+def amendments(session: Session, after: int, *, again: int, until: int) -> Amendments | None:
+    """The next amendments after ``after`` up to ``until``, and those of the ``again`` ids before it; None when there is no new one."""
+    rows = session.execute(_NEW, {"after": after - again, "until": until, "most": _PAGE + again}).all()
     if not rows or rows[-1].id <= after:
         return None
     named: defaultdict[str, list[Any]] = defaultdict(list)
@@ -94,7 +94,7 @@ _names: BindParameter[str] = bindparam("names", expanding=True)
 _NAME_AT = select(_amendment.c.name).where(_amendment.c.id == bindparam("at"))
 _NEW = (
     select(_amendment)
-    .where(_amendment.c.id > bindparam("after", type_=BigInteger))
+    .where(_amendment.c.id > bindparam("after", type_=BigInteger), _amendment.c.id <= bindparam("until", type_=BigInteger))
     .order_by(_amendment.c.id)
     .limit(bindparam("most", type_=Integer))
 )

@@ -17,10 +17,13 @@ from .amended import amendments, name_at
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
 
+    from .settled import Settled
+
 __all__ = ["is_behind", "news"]
 
-_LATE = 256
-"""How many rows before the newest are read again on PostgreSQL, where ids are drawn before they are committed."""
+_AGAIN = 256
+"""How many rows before the newest are read again on PostgreSQL: a server that was killed forgets its last moments, and may then give
+their ids to other rows."""
 
 
 def is_behind(session: Session, mark: Mark) -> bool:
@@ -30,7 +33,7 @@ def is_behind(session: Session, mark: Mark) -> bool:
     """
     if mark.state and session.execute(_STATE_AT, {"at": mark.state}).scalar() != mark.state_uid:
         again = session.execute(_ID_OF, {"uid": mark.state_uid}).scalar()
-        return again is None or again <= mark.state - _late(session)
+        return again is None or again <= mark.state - _again(session)
     if mark.event and session.execute(_EVENT_AT, {"at": mark.event}).scalar() != mark.event_at:
         return True
     if mark.clone and session.execute(_CLONE_AT, {"at": mark.clone}).scalar() != mark.clone_at:
@@ -38,15 +41,19 @@ def is_behind(session: Session, mark: Mark) -> bool:
     return bool(mark.amendment) and name_at(session, mark.amendment) != mark.amended
 
 
-def news(session: Session, mark: Mark, *, most: int) -> Entry | None:
-    """What came after ``mark``, at most ``most`` of each kind; None when nothing did."""
-    late = _late(session) if mark.state else 0
-    runs = _runs(session, _NEW_RUNS, {"after": mark.run, "most": most})
-    ids = list(session.execute(_NEW_STATES, {"after": mark.state - late, "most": most + late}).scalars())
-    events = _events(session, mark.event - late, most + late)
-    clones = _clones(session, mark.clone - late, most + late)
-    remarks, count, newest = _remarks(session, mark)
-    amended = amendments(session, mark.amendment, late=late)
+def news(session: Session, mark: Mark, *, most: int, until: Settled) -> Entry | None:
+    """What came after ``mark`` and not after ``until``, at most ``most`` of each kind; None when nothing did.
+
+    ``until`` was found before the session's transaction began.
+    """
+    again = _again(session) if mark.state else 0
+    count = most + again
+    runs = _runs(session, _NEW_RUNS, {"after": mark.run, "until": until.run, "most": most})
+    ids = list(session.execute(_NEW_STATES, {"after": mark.state - again, "until": until.state, "most": count}).scalars())
+    events = _events(session, {"after": mark.event - again, "until": until.event, "most": count})
+    clones = _clones(session, {"after": mark.clone - again, "until": until.clone, "most": count})
+    remarks, remarked, newest = _remarks(session, mark)
+    amended = amendments(session, mark.amendment, again=again, until=until.amendment)
     if not (
         runs
         or max(ids, default=0) > mark.state
@@ -64,7 +71,7 @@ def news(session: Session, mark: Mark, *, most: int) -> Entry | None:
         state_uid=lines[-1].uid if lines and ids[-1] > mark.state else mark.state_uid,
         event=max([*(each.id for each in events), mark.event]),
         event_at=events[-1].created_at if events and events[-1].id > mark.event else mark.event_at,
-        remarks=count,
+        remarks=remarked,
         remarks_at=newest,
         clone=max([*(each.id for each in clones), mark.clone]),
         clone_at=clones[-1].created_at if clones and clones[-1].id > mark.clone else mark.clone_at,
@@ -87,8 +94,8 @@ def news(session: Session, mark: Mark, *, most: int) -> Entry | None:
     )
 
 
-def _late(session: Session) -> int:
-    return _LATE if session.get_bind().dialect.name == "postgresql" else 0
+def _again(session: Session) -> int:
+    return _AGAIN if session.get_bind().dialect.name == "postgresql" else 0
 
 
 def _runs(session: Session, query: Select[Any], which: dict[str, object]) -> dict[int, RunLine]:
@@ -141,13 +148,13 @@ def _states(session: Session, ids: list[int]) -> list[StateLine]:
     ]
 
 
-def _events(session: Session, after: int, most: int) -> list[EventLine]:
-    rows = session.execute(_NEW_EVENTS, {"after": after, "most": most})
+def _events(session: Session, which: dict[str, object]) -> list[EventLine]:
+    rows = session.execute(_NEW_EVENTS, which)
     return [EventLine(row.id, row.name, row.kind, row.old, row.new, row.reason, row.created_at, row.message) for row in rows]
 
 
-def _clones(session: Session, after: int, most: int) -> list[CloneLine]:
-    return [CloneLine(*row) for row in session.execute(_NEW_CLONES, {"after": after, "most": most})]
+def _clones(session: Session, which: dict[str, object]) -> list[CloneLine]:
+    return [CloneLine(*row) for row in session.execute(_NEW_CLONES, which)]
 
 
 def _remarks(session: Session, mark: Mark) -> tuple[tuple[RemarkLine, ...] | None, int, int]:
@@ -164,14 +171,15 @@ _state, _run, _event, _ref, _note, _clone, _repository = (
     table(row) for row in (StateRow, RunRow, RefEventRow, RefRow, NoteRow, CloneRow, RepositoryRow)
 )
 _old, _new = _state.alias("old"), _state.alias("new")
-_after, _most = bindparam("after", type_=BigInteger), bindparam("most", type_=Integer)
+_after, _until = bindparam("after", type_=BigInteger), bindparam("until", type_=BigInteger)
+_most = bindparam("most", type_=Integer)
 _STATE_AT = select(_state.c.uid).where(_state.c.id == bindparam("at"))
 _ID_OF = select(_state.c.id).where(_state.c.uid == bindparam("uid"))
 _EVENT_AT = select(_event.c.created_at).where(_event.c.id == bindparam("at"))
 _CLONE_AT = select(_clone.c.created_at).where(_clone.c.id == bindparam("at"))
-_NEW_RUNS = select(_run).where(_run.c.id > _after).order_by(_run.c.id).limit(_most)
+_NEW_RUNS = select(_run).where(_run.c.id > _after, _run.c.id <= _until).order_by(_run.c.id).limit(_most)
 _RUNS_NAMED = select(_run).where(_run.c.uid.in_(bindparam("uids", expanding=True)))
-_NEW_STATES = select(_state.c.id).where(_state.c.id > _after).order_by(_state.c.id).limit(_most)
+_NEW_STATES = select(_state.c.id).where(_state.c.id > _after, _state.c.id <= _until).order_by(_state.c.id).limit(_most)
 _RUNS_OF = (
     select(_state.c.id, _run.c.uid)
     .join_from(_state, _run, _run.c.id == _state.c.run_id)
@@ -183,7 +191,7 @@ _NEW_EVENTS = (
     .outerjoin_from(_event, _old, _old.c.id == _event.c.old_id)
     .outerjoin(_new, _new.c.id == _event.c.new_id)
     .outerjoin(_ref, _ref.c.name == _event.c.name)
-    .where(_event.c.id > _after)
+    .where(_event.c.id > _after, _event.c.id <= _until)
     .order_by(_event.c.id)
     .limit(_most)
 )
@@ -192,7 +200,7 @@ _NEW_CLONES = (
     .add_columns(_clone.c.bytes_moved, _clone.c.created_at)
     .join_from(_clone, _state, _state.c.id == _clone.c.state_id)
     .outerjoin(_run, _run.c.id == _clone.c.run_id)
-    .where(_clone.c.id > _after)
+    .where(_clone.c.id > _after, _clone.c.id <= _until)
     .order_by(_clone.c.id)
     .limit(_most)
 )

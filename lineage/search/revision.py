@@ -304,7 +304,7 @@ def _at_step(session: Session, id_: int, step: int) -> int:
 
 
 def best_id(session: Session, id_: int, key: str, *, is_max: bool) -> int | None:
-    """The state that ``@best`` names, by row id: the best in a metric among a state and all its ancestors; None if none has the metric."""
+    """The state that ``@best`` names, by row id: the best in a metric among a state and all its ancestors. None if none has a number."""
     query = _best_query(session.get_bind().dialect.name, is_max)
     found = session.execute(query, {"start": id_, "metric": key}).scalar()
     return None if found is None else int(found)
@@ -314,8 +314,12 @@ def _best(session: Session, id_: int, key: str, is_max: bool) -> int:
     found = best_id(session, id_, key, is_max=is_max)
     if found is None:
         uid = _state_of(session, id_).uid
-        known = session.execute(_KEYS, {"state": id_}).scalars().all()
+        known = [each for each in session.execute(_KEYS, {"state": id_}).scalars() if each != key]
         hint = f" ({uid} has {', '.join(known[:10])})" if known else ""
+        if session.execute(_nan_query(session.get_bind().dialect.name), {"start": id_, "metric": key}).scalar() is not None:
+            raise NotFound(
+                f"{key!r} is NaN wherever {uid} and its ancestors have it, so none is the best: name a state, or another metric{hint}"
+            )
         raise NotFound(f"neither {uid} nor any of its ancestors has a metric {key!r}{hint}")
     return found
 
@@ -353,13 +357,21 @@ def _at_step_query() -> Select[Any]:
 
 @lru_cache(maxsize=8)
 def _best_query(dialect: str, is_max: bool) -> Select[Any]:
+    value = _metric.c.value.desc() if is_max else _metric.c.value.asc()
+    return _measured(dialect).where(_metric.c.value.is_not(None)).order_by(value, _metric.c.state_id.desc()).limit(1)
+
+
+@lru_cache(maxsize=8)
+def _nan_query(dialect: str) -> Select[Any]:
+    return _measured(dialect).where(_metric.c.value.is_(None)).limit(1)
+
+
+def _measured(dialect: str) -> Select[Any]:
+    """Those of ``start`` and all its ancestors that have a ``metric``."""
     start = select(_state.c.id).where(_state.c.id == bindparam("start"))
     reached = above(start, "reached", dialect)
-    value = _metric.c.value.desc() if is_max else _metric.c.value.asc()
     query = select(_metric.c.state_id).join_from(reached, _metric, _metric.c.state_id == reached.c.id)
-    return (
-        query.where(_metric.c.key == bindparam("metric"), _metric.c.value.is_not(None)).order_by(value, _metric.c.state_id.desc()).limit(1)
-    )
+    return query.where(_metric.c.key == bindparam("metric"))
 
 
 _AT_STEP = _at_step_query()

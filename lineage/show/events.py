@@ -1,8 +1,6 @@
 """The events of all refs, in the order of their ids, for readers that must miss nothing.
 
-On SQLite ids rise with commits. On PostgreSQL they are drawn before the commit: a reader that has seen 7 may find a 6 committed later.
-``read`` therefore stops at a gap in the ids until every transaction that may still fill it has ended. Those are the transactions that hold
-the lock which PostgreSQL gives a writer of the table before it draws an id, and releases after its commit.
+``read`` stops at a gap in the ids until every transaction that may still fill it has ended (``search/settled``).
 """
 
 from __future__ import annotations
@@ -10,10 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from sqlalchemy import Select, bindparam, select, text
+from sqlalchemy import Select, bindparam, select
 
 from datastates.lineage.change.refs import last_event
 from datastates.lineage.schema import RefEventRow, StateRow, from_us, table
+from datastates.lineage.search.settled import writers
 from datastates.lineage.states import RefEvent, RefKind
 
 if TYPE_CHECKING:
@@ -88,9 +87,7 @@ def _wait_for(session: Session, missing: int, seen: int, horizon: Horizon | None
 
 
 def _writers(session: Session) -> frozenset[str]:
-    if session.get_bind().dialect.name != "postgresql":
-        return frozenset()  # SQLite has one writer at a time
-    return frozenset(session.execute(_WRITERS).scalars())
+    return writers(session, [RefEventRow])
 
 
 _event, _state = table(RefEventRow), table(StateRow)
@@ -103,8 +100,4 @@ _AFTER: Select[Any] = (
     .where(_event.c.id > bindparam("after"))
     .order_by(_event.c.id)
     .limit(bindparam("limit"))
-)
-_WRITERS = text(
-    "SELECT DISTINCT virtualtransaction FROM pg_locks WHERE locktype = 'relation' AND mode = 'RowExclusiveLock' AND granted"
-    " AND relation = 'ref_event'::regclass AND database = (SELECT oid FROM pg_database WHERE datname = current_database())"
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from datastates import Conflict, Repository, State
+from datastates import Conflict, Repository, State, Unavailable
 from datastates.algebra.recipes import Method, Recipe, combine
 from datastates.lineage.states import Edge, EdgeKind
 from tests.algebra.parents import Training, Tree, arrays, bits, fork, net, track
@@ -189,6 +190,36 @@ def test_a_greedy_soup_that_could_not_be_named_is_refused_before_anything_is_eva
         with pytest.raises(Conflict, match=f"'{name}' is a {kind} at .*, which is none of the states to merge: name a new branch"):
             repo.merge(members, method="greedy", evaluate=lambda tree: pytest.fail("it came to that"), better="lower", into=name)
     assert repo.merge(members, method="greedy", evaluate=distance, better="lower", into="m1").parents == (members[1].uid,)
+
+
+def test_a_greedy_soup_for_the_branch_of_a_worse_state_is_refused_at_the_first_better_one(repo: Repository) -> None:
+    members = spread(repo, 0.5, 5.0, 0.8, 1.3)
+    asked: list[float] = []
+
+    def evaluate(tree: Mapping[str, Tree]) -> float:
+        asked.append(float(tree["model"]["w"]))
+        return distance(tree)
+
+    better = (
+        rf"'m1' is a branch at {members[1].uid[:10]}, for which evaluate gave 4, and for {members[0].uid[:10]} it gave 0.5: .* a new branch"
+    )
+    with pytest.raises(Conflict, match=better):
+        repo.merge(members, method="greedy", evaluate=evaluate, better="lower", into="m1")
+    assert asked == [5.0, 0.5]
+
+
+def test_a_greedy_soup_goes_on_from_the_head_among_equals(repo: Repository) -> None:
+    members = spread(repo, 2.0, 2.0)
+    assert repo.merge(members, method="greedy", evaluate=distance, better="lower", into="m1").parents[0] == members[1].uid
+
+
+def test_a_greedy_soup_that_cannot_be_recorded_is_refused_before_anything_is_evaluated(
+    repo: Repository, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    members = spread(repo, 5.0, 0.8)
+    monkeypatch.setattr(repo.core, "home", replace(repo.core.home, read_only="it is on a read-only disk"))
+    with pytest.raises(Unavailable, match="can only be read"):
+        repo.merge(members, method="greedy", evaluate=lambda tree: pytest.fail("it came to that"), better="lower")
 
 
 def test_a_member_that_changes_nothing_is_taken_and_a_best_one_may_stay_alone(repo: Repository) -> None:

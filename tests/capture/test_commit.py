@@ -306,6 +306,7 @@ def test_a_merge_that_is_interrupted_is_there_for_all_or_for_none(
     assert len(each_step(act, room.check, codes, error)) > 5
 
 
+@pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning")  # Ctrl-C came just before it was
 @pytest.mark.parametrize(("error", "codes"), [(out_of_memory, _LANDING), (interrupt, _LANDING), (leave, _MEMORY), (ctrl_c, _ANYWHERE)])
 def test_a_clone_that_is_interrupted_is_there_for_all_or_for_none(
     room: Room, tmp_path: Path, error: Callable[[], None], codes: frozenset[CodeType]

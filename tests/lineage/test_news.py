@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
+import pytest
 from sqlalchemy import text
 
+from datastates import Unavailable
 from datastates.lineage import Database, NewState
 from datastates.lineage.change import record
 from datastates.lineage.chronicle import Mark
 from datastates.lineage.search.news import is_behind, news
+from datastates.lineage.search.settled import EVERYTHING, settled
+from datastates.opening import chronicle
 
 
 def told(database: Database, mark: Mark) -> Mark:
     """The mark after all that is new."""
     with database.read() as session:
         assert not is_behind(session, mark)
-        entry = news(session, mark, most=1000)
+        entry = news(session, mark, most=1000, until=EVERYTHING)
         return mark if entry is None else entry.mark
 
 
@@ -52,4 +57,45 @@ def test_a_lineage_that_numbers_its_rows_far_below_is_behind(postgresql_url: str
         record.record(session, state)
     with database.read() as session:
         assert is_behind(session, Mark(state=10_000, state_uid=state.uid))
+    database.close()
+
+
+def test_rows_that_are_committed_after_many_younger_ones_are_told(
+    postgresql_url: str, new_state: Callable[..., NewState], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chronicle, "_PATIENCE_S", 0.0)
+    database, early = Database(postgresql_url), new_state(branch="early")
+    younger = [new_state(step=step) for step in range(300)]
+    with database.write() as slow:
+        record.record(slow, early)
+        with database.write() as fast:
+            record.record_all(fast, younger)
+        with pytest.raises(Unavailable, match="is told later"):
+            chronicle.catch_up(database, tmp_path)
+    assert chronicle.catch_up(database, tmp_path)
+    (found,) = chronicle.chronicles(tmp_path)
+    assert {state.uid for entry in found.entries for state in entry.states} == {new.uid for new in (early, *younger)}
+    assert {event.new for entry in found.entries for event in entry.events} == {early.uid}
+    database.close()
+
+
+def test_a_reader_waits_for_no_writer_that_began_after_the_newest_rows(
+    postgresql_url: str, new_state: Callable[..., NewState], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Writers follow each other without a pause, and each of them is gone when the next is there."""
+    database = Database(postgresql_url)
+    with database.write() as session:
+        record.record(session, first := new_state())
+    with database.write() as next_:
+
+        def begin() -> None:
+            record.record(next_, new_state())
+            now.rollback()
+
+        monkeypatch.setattr("datastates.lineage.search.settled.checkpoint", begin)
+        with database.write() as now:
+            record.record(now, new_state())
+            until = settled(database, timeout_s=2.0)
+    with database.read() as session:
+        assert [until.state] == list(session.execute(text("SELECT id FROM state WHERE uid = :uid"), {"uid": first.uid}).scalars())
     database.close()

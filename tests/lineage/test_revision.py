@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from datetime import timedelta
 
@@ -186,6 +187,20 @@ def test_an_unknown_name_lists_the_nearest(database: Database, grow: Grow) -> No
                 resolve(session, text)
         with pytest.raises(NotFound, match="has a metric 'los'"):
             resolve(session, "main@best:los")
+
+
+def test_the_best_of_values_that_are_all_nan_is_said_to_be_nan(database: Database, grow: Grow) -> None:
+    broken = grow(grow(branch="main"), branch="main", metrics={"loss": math.nan, "lr": 0.1})
+    with database.read() as session:
+        for direction in ("", ":max"):
+            with pytest.raises(
+                NotFound, match=rf"'loss' is NaN wherever {broken.uid} .* name a state, or another metric \({broken.uid} has lr\)"
+            ):
+                resolve(session, f"main@best:loss{direction}")
+    well = grow(broken, branch="main", metrics={"loss": 1.0})
+    grow(well, branch="main", metrics={"loss": math.nan})
+    with database.read() as session:
+        assert resolve(session, "main@best:loss").uid == well.uid
 
 
 def test_an_ambiguous_uid_lists_the_candidates(database: Database) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from datastates.system.masking import MASK, arguments, is_secret, named, text
@@ -51,6 +53,7 @@ def test_names_of_what_is_none(name: str) -> None:
         ("postgresql://db/x?user=me&password={}&sslmode=require", "postgresql://db/x?user=me&password=***&sslmode=require"),
         ("https://b.s3.example/k?X-Amz-Signature={}&X-Amz-Date=1", "https://b.s3.example/k?X-Amz-Signature=***&X-Amz-Date=1"),
         ("https://maps.example/?key={}", "https://maps.example/?key=***"),
+        ("https://maps.example/?page=2&key='{0}'&key=\"{0}\"", "https://maps.example/?page=2&key='***'&key=\"***\""),
         ("Authorization: Bearer {}", "Authorization: Bearer ***"),
         ("with hf_abcdefghijklmnopqrstuv and AKIAABCDEFGHIJKLMNOP", "with *** and ***"),
         ("eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0In0.c2lnbmF0dXJl", "***"),
@@ -92,6 +95,12 @@ def test_texts_without_secrets_stay(said: str) -> None:
         (['{"db": {"password": "' + SECRET + '", "port": 5}}'], ['{"db": {"password": "***", "port": 5}}']),
         ([f"--set=auth.token={SECRET}"], ["--set=auth.token=***"]),
         ([f"host=db password={SECRET} user=me"], ["host=db password=*** user=me"]),
+        ([f'token="{SECRET}" x?token="{SECRET}"'], ['token="***" x?token="***"']),
+        ([f'token="a {SECRET}"token="{SECRET}"'], ['token="***"token="***"']),
+        ([f"token='a '\"{SECRET}\", lr=1"], ["token='***', lr=1"]),
+        ([f'echo "token={SECRET}" "{{lr}}"'], ['echo "token=***" "{lr}"']),
+        (["sh", "-c", f"train --token {SECRET} --save-token --lr 1"], ["sh", "-c", "train --token *** --save-token --lr 1"]),
+        ([f"Authorization: Bearer {SECRET}", "-H"], ["Authorization: ***", "-H"]),
         (["--repo", f"postgresql://me:{SECRET.replace('/', '')}@db/x"], ["--repo", "postgresql://me:***@db/x"]),
         (["--token-file", "/home/me/token", "--max-tokens", "128", "--pad_token=<pad>"], None),
         (["train.py", "--save-token", "--epochs=3", ""], None),
@@ -113,8 +122,22 @@ def test_secrets_of_a_configuration() -> None:
     }  # fmt: skip
 
 
-@given(st.lists(st.text()), st.dictionaries(st.text(), st.one_of(st.text(), st.integers(), st.none(), st.booleans(), st.floats())))
+PIECES = ["token=", 'token="', "token: ", "--token ", "Bearer ", "https://a:b@c/", "?", "&", '"', "'", ",", " ", "-", MASK, "word"]
+texts = st.text() | st.lists(st.sampled_from(PIECES)).map("".join)
+
+
+@example(['?token="'], {"said": "?token='"})
+@example(['?token=token="a,'], {})
+@example(["--token word", ""], {})
+@example(["token=\"a''"], {})
+@given(st.lists(texts), st.dictionaries(st.text(), st.one_of(texts, st.integers(), st.none(), st.booleans(), st.floats())))
 def test_masking_twice_is_masking_once(argv: list[str], config: dict[str, object]) -> None:
     assert arguments(arguments(argv)) == arguments(argv)
     once = named(config)
     assert repr(named(once)) == repr(once)
+
+
+def test_a_long_word_is_masked_in_no_time() -> None:
+    began = time.process_time()
+    assert arguments(["--code=" + "x" * 20_000]) == ("--code=" + "x" * 20_000,)
+    assert time.process_time() - began < 5.0

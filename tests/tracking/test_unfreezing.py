@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import datastates
-from datastates import InvalidInput, Repository
+from datastates import InvalidInput, PermutationSampler, Repository
 
 THAWS_AT = 4
 """The step before which the script unfreezes its first layer."""
@@ -126,6 +127,55 @@ def test_a_guard_that_goes_on_with_the_following_batches_leaves_what_the_script_
                     run.capture()
             assert trained(model) == [epoch > 0, epoch > 0, True, True]
         assert [rewind.good.step for rewind in guard.rewinds] == [THAWS_AT - 1]
+
+
+@pytest.mark.parametrize("data", ["skip", "reshuffle"])
+def test_a_guard_goes_back_over_a_group_that_was_added_meanwhile(tmp_path: Path, data: Literal["skip", "reshuffle"]) -> None:
+    """Who goes on with the following batches keeps the group, as it was when it was new; who goes back in the data will add it again."""
+    model, _ = made()
+    optimizer = torch.optim.AdamW(model[2].parameters(), lr=0.1)
+    order = PermutationSampler(64, seed=1)
+    with datastates.open(tmp_path) as repo, repo.track(branch="main", model=model, optimizer=optimizer, order=order) as run:
+        guard = run.guard(data=data)
+        for step, _ in enumerate(run.steps(order.batches(8, epochs=None))):
+            if step == THAWS_AT:
+                model[0].requires_grad_(True)
+                optimizer.add_param_group({"params": list(model[0].parameters()), "lr": 0.01})
+            optimizer.zero_grad()
+            model(torch.randn(8, 3)).square().mean().backward()
+            optimizer.step()
+            if guard.rewound(float("nan") if step == THAWS_AT else 1.0):
+                break
+            run.capture()
+        assert guard.rewinds[0].good.step == THAWS_AT - 1
+        is_kept = data == "skip"
+        assert [group["lr"] for group in optimizer.param_groups] == ([0.1, 0.01] if is_kept else [0.1])
+        assert trained(model) == [is_kept, is_kept, True, True]
+        assert set(optimizer.state) == set(model[2].parameters())
+        good = repo.load(guard.rewinds[0].good.uid)
+        assert all(torch.equal(good["model"][name], tensor) for name, tensor in model.state_dict().items())
+        assert good["optimizer"]["state"]["2.weight"]["step"] == optimizer.state[next(model[2].parameters())]["step"] == THAWS_AT - 1
+        if not is_kept:
+            optimizer.add_param_group({"params": list(model[0].parameters())})
+        model(torch.randn(8, 3)).square().mean().backward()
+        optimizer.step()
+        run.capture().wait()
+        assert len(repo.load("main")["optimizer"]["param_groups"]) == 2
+
+
+def test_a_guard_that_cannot_go_back_leaves_the_groups_as_they_are(tmp_path: Path) -> None:
+    model, _ = made(is_frozen=False)
+    optimizer = torch.optim.AdamW(model[2].parameters(), lr=0.1)
+    with datastates.open(tmp_path) as repo, repo.track(branch="main", model=model, optimizer=optimizer) as run:
+        guard = run.guard()
+        optimizer.add_param_group({"params": list(model[0].parameters())})
+        model(torch.randn(8, 3)).square().mean().backward()
+        optimizer.step()
+        model.register_buffer("later", torch.zeros(1))
+        with pytest.raises(InvalidInput, match="later"):
+            guard.rewound(float("nan"))
+        assert len(optimizer.param_groups) == 2
+        assert set(optimizer.state) == set(model.parameters())
 
 
 def test_a_fork_and_a_restore_train_what_their_script_says_and_the_fork_tells_what_differs(
