@@ -89,9 +89,7 @@ def bytes_at(tensor: torch.Tensor, box: Box, strides: Sequence[int]) -> tuple[to
 def tie_of(tensor: torch.Tensor) -> Hashable | None:
     """A key that is equal for two tensors that are the same memory. For a DTensor it does not use the local tensors, since these may be
     empty on a rank."""
-    if is_spread(tensor):
-        return id(tensor)
-    return None if tensor.is_meta else memory_key(tensor)
+    return id(tensor) if is_spread(tensor) else memory_key(tensor)
 
 
 def _holdings(leaf: Leaf, size: int, members: Sequence[int] | None) -> Sequence[Holding]:

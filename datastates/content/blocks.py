@@ -80,7 +80,8 @@ class Blocks:
         """
         found = self.like.new_zeros((len(self.rests) + len(self.lengths)) * BLOCK_BYTES)
         targets = [found[at : at + data.numel()] for at, data in self._copies]
-        torch._foreach_copy_(targets, [data for _, data in self._copies])
+        if targets:
+            torch._foreach_copy_(targets, [data for _, data in self._copies])
         return found.view(torch.int64).view(-1, *LANES)
 
     def _cut(self, chunk: int, start: int, data: torch.Tensor) -> None:

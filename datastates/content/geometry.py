@@ -132,10 +132,10 @@ def rebuild(data: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
 
 
 def memory_key(tensor: torch.Tensor) -> MemoryKey | None:
-    """Equal for two tensors that are the same memory with the same geometry (tied weights); None for an empty one."""
-    if not tensor.numel():
+    """Equal for two tensors that are the same memory with the same geometry (tied weights); None for one that has no memory of its own."""
+    if not tensor.numel() or not (pointer := tensor.data_ptr()):
         return None
-    return tensor.data_ptr(), tensor.device, tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.is_conj(), tensor.is_neg()
+    return pointer, tensor.device, tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.is_conj(), tensor.is_neg()
 
 
 def _stored(shape: Sequence[int], strides: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:

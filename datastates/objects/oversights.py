@@ -16,11 +16,11 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.weak import TensorWeakRef
 
-from datastates.content.spread import local_of
 from datastates.errors import InvalidInput
 
 from .adapters import has_state, parts
 from .rng import RngState
+from .sharing import extent_of
 
 __all__ = ["Oversights", "refuse_misspelt"]
 
@@ -217,10 +217,8 @@ def _parameters(optimizer: Optimizer) -> Iterator[torch.Tensor]:
 
 def _memory_of(tensor: torch.Tensor) -> object:
     """What two tensors of the same memory have in common; the tensor's own id if its memory cannot be told."""
-    local = None if is_lazy(tensor) else local_of(tensor)
-    if local is None or local.layout is not torch.strided or not local.numel():
-        return id(tensor)
-    return local.device, local.data_ptr()
+    extent = None if is_lazy(tensor) else extent_of(tensor)
+    return id(tensor) if extent is None else extent[:3]
 
 
 def _left_out(path: str, module: nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:

@@ -13,6 +13,7 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from datastates import values
 from datastates.errors import InvalidInput
@@ -170,7 +171,8 @@ class Target:
 class Handed:
     """Stands for a stored value that will be handed over once the writes are done; no value is read before.
 
-    A tensor goes to the device of ``like``, if given, and is laid out over the ranks as that is if it has its shape.
+    A tensor goes to the device of ``like``, if given, is a parameter if that is one, and requires a gradient if that does. It is laid out
+    over the ranks as that is if it has its shape.
     """
 
     value: object
@@ -238,9 +240,11 @@ class Findings:
         """``placed`` with each ``Handed`` in it replaced by its value."""
         if isinstance(placed, Handed):
             value, like = placed.value, placed.like
-            if isinstance(value, torch.Tensor) and like is not None and is_spread(like) and not is_spread(value):
-                value = cut_for(like, value) if value.shape == like.shape else value
-            return self.own(value, None if like is None else like.device)
+            if like is None or not isinstance(value, torch.Tensor):
+                return self.own(value)
+            if is_spread(like) and not is_spread(value) and value.shape == like.shape:
+                value = cut_for(like, value)
+            return _trained_as(like, self.own(value, like.device))
         if type(placed) is not tuple:
             return placed
         fresh = tuple(map(self.handed, placed))
@@ -389,6 +393,12 @@ def write_tensor(live: torch.Tensor, stored: torch.Tensor) -> None:
                 if stride == 0 and live.shape[dim] > 1:
                     live, stored = live.narrow(dim, 0, 1), stored.narrow(dim, 0, 1)
         live.copy_(stored)
+
+
+def _trained_as(like: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
+    """``made``, which nobody else has, as a parameter if ``like`` is one, with a gradient if ``like`` requires one and it can have one."""
+    is_trained = like.requires_grad and (made.is_floating_point() or made.is_complex())
+    return nn.Parameter(made, is_trained) if isinstance(like, nn.Parameter) else made.requires_grad_(is_trained)
 
 
 def _memory_of(array: np.ndarray[Any, Any]) -> torch.Tensor | None:

@@ -5,7 +5,8 @@ An average of weights that began as their alias is one tensor with them when a s
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,20 +45,33 @@ def shared(targets: Sequence[Target]) -> Sharing:
     base do, stay as they are if the state has the same there.
     """
     found = Sharing()
-    for cluster in _clusters(targets):
-        if any(not _is_one(target, cluster[0]) for target in cluster[1:]):
-            _settle(cluster, found)
+    placed = [(target, extent) for target in targets if (extent := extent_of(target.live)) is not None]
+    touching = _touching(extent for _, extent in placed)
+    kept: defaultdict[Extent, list[_Lying]] = defaultdict(list)
+    for target, extent in sorted(placed, key=lambda pair: pair[0].is_replaceable):
+        lying = _Lying(target)
+        others = (each for near in touching[extent] for each in kept[near])
+        other = next((each.target for each in others if each.differs_from(lying)), None)
+        if other is None:
+            kept[extent].append(lying)
+        elif target.is_replaceable:
+            found.apart.append(target)
+        else:
+            found.misfits.append(Mismatch(target.path, f"another value than {other.path}", "one memory for both"))
+            found.hints.append(f"{target.path} shares memory with {other.path}: give it its own (clone it), or leave one of the two out")
     return found
 
 
 def extent_of(live: torch.Tensor) -> Extent | None:
-    """Where a tensor lies on this rank; None if it has no memory that could be told."""
+    """Where a tensor lies on this rank; None if it has no memory that could be told, as a subclass that wraps other tensors."""
     local = local_of(live)
     if local is None or local.layout is not torch.strided or not local.numel():
         return None
     try:
         begin = local.data_ptr()
-    except (RuntimeError, NotImplementedError):  # a subclass without memory of its own
+    except (RuntimeError, NotImplementedError):  # some subclasses without memory of their own
+        return None
+    if not begin:  # the others
         return None
     where = devices().of(local)
     if local.is_contiguous():
@@ -66,34 +80,18 @@ def extent_of(live: torch.Tensor) -> Extent | None:
     return where.type, where.index or 0, begin, begin + reach * local.element_size()
 
 
-def _clusters(targets: Sequence[Target]) -> Iterator[list[Target]]:
-    """Targets that overlap directly or through others, each in the order in which they were given."""
-    placed = sorted((extent, number) for number, target in enumerate(targets) if (extent := extent_of(target.live)) is not None)
-    numbers: list[int] = []
-    last: tuple[object, int] | None = None
-    for (*device, begin, end), number in placed:
-        if last is None or last[0] != device or begin >= last[1]:
-            if len(numbers) > 1:
-                yield [targets[each] for each in sorted(numbers)]
-            numbers, last = [], (device, end)
-        numbers.append(number)
-        last = (device, max(end, last[1]))
-    if len(numbers) > 1:
-        yield [targets[each] for each in sorted(numbers)]
-
-
-def _settle(cluster: Iterable[Target], found: Sharing) -> None:
-    kept: list[_Lying] = []
-    for target in sorted(cluster, key=lambda target: target.is_replaceable):
-        lying = _Lying(target)
-        other = next((each.target for each in kept if each.differs_from(lying)), None)
-        if other is None:
-            kept.append(lying)
-        elif target.is_replaceable:
-            found.apart.append(target)
-        else:
-            found.misfits.append(Mismatch(target.path, f"another value than {other.path}", "one memory for both"))
-            found.hints.append(f"{target.path} shares memory with {other.path}: give it its own (clone it), or leave one of the two out")
+def _touching(extents: Iterable[Extent]) -> dict[Extent, list[Extent]]:
+    """Each of the extents with those that have some memory in common with it, itself among them."""
+    found: dict[Extent, list[Extent]] = {}
+    reaching: list[Extent] = []
+    for extent in sorted(set(extents)):
+        *device, begin, _ = extent
+        reaching = [each for each in reaching if [*each[:2]] == device and each[3] > begin]
+        for each in reaching:
+            found[each].append(extent)
+        reaching.append(extent)
+        found[extent] = [*reaching]
+    return found
 
 
 class _Lying:
@@ -176,7 +174,7 @@ def _is_one(one: Target, other: Target) -> bool:
     """Whether both become the same stored tensor."""
     if one.stored is other.stored:
         return True
-    key = memory_key(one.stored) if _are_plain(one, other) and not one.stored.is_meta else None
+    key = memory_key(one.stored) if _are_plain(one, other) else None
     return key is not None and key == memory_key(other.stored)
 
 

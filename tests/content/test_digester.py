@@ -86,6 +86,7 @@ chunks = st.builds(
 
 @given(st.lists(chunks, min_size=1, max_size=5))
 @example([(1, [300], 0), (2, [5000, 7000], 0), (3, [1024, 2048], 0), (4, [BLOCK_BYTES + 1, 241], 700)])
+@example([(0, [BLOCK_BYTES], 100)])
 @settings(max_examples=examples(100), deadline=None)
 def test_chunks_of_any_parts_have_the_digests_of_the_host(found: list[Chunk]) -> None:
     check(found)

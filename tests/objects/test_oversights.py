@@ -12,6 +12,8 @@ from torch import nn
 
 import datastates
 from datastates import Config, InvalidInput, Repository, Tracker
+from datastates.objects.oversights import Oversights
+from tests.objects.test_sharing import Wrapping
 
 CONFIG = Config(memory_bytes=64 << 20, durable_interval_s=None)
 
@@ -175,6 +177,13 @@ def test_parameters_that_an_optimizer_trains_and_nothing_tracked_has_are_told_on
         for _ in range(3):
             run.capture()
         assert caplog.text.count("optimizer trains 3 parameters") == 1
+
+
+def test_a_parameter_that_wraps_others_is_not_taken_for_another_that_does(caplog: pytest.LogCaptureFixture) -> None:
+    had, lost = (Wrapping(torch.ones(3), requires_grad=True) for _ in range(2))
+    optimizer = torch.optim.SGD([had, lost], 0.1)
+    Oversights({"optimizer": optimizer}, {"weights": {"it": had}}, lambda _: True).look()
+    assert "optimizer trains a parameter that nothing tracked has, of shape (3,)" in caplog.text
 
 
 class Agent:

@@ -504,6 +504,15 @@ def test_what_holds_a_state_of_its_own_is_never_replaced() -> None:
         assert live["t"] == (made,)
 
 
+def test_a_tensor_that_takes_the_place_of_another_is_trained_as_that_is_if_it_can_be() -> None:
+    live = {"grown": nn.Parameter(torch.zeros(2)), "rounded": torch.zeros(2, requires_grad=True), "frozen": torch.zeros(2)}
+    tree = {"grown": torch.ones(3), "rounded": torch.ones(2, dtype=torch.int64), "frozen": torch.ones(3)}
+    assert restore_into({"it": live}, {"it": tree})
+    assert all(map(torch.equal, live.values(), tree.values()))
+    assert isinstance(live["grown"], nn.Parameter)
+    assert [each.requires_grad for each in live.values()] == [True, False, False]
+
+
 leaves: st.SearchStrategy[Any] = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=3)
 leaves = leaves | st.builds(lambda n, v: torch.full((n,), v), st.integers(0, 3), st.floats(-9, 9, width=32))
 trees = st.recursive(

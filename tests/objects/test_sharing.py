@@ -18,6 +18,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 import datastates
 from datastates import Config, InvalidInput, Repository
+from datastates.content.geometry import memory_key
+from datastates.objects import sharing
 from datastates.objects.adapters import Adapted
 from datastates.objects.restore import restore_into
 from tests.objects.test_optimizer_state import stored
@@ -177,6 +179,65 @@ def test_the_state_of_an_optimizer_that_lies_in_the_memory_of_a_weight_gets_its_
     assert restore_into({"model": here, "optimizer": mine}, stored({"model": there, "optimizer": its}))
     assert torch.equal(here.weight, there.weight)
     assert torch.equal(mine.state[here.weight]["momentum_buffer"], its.state[there.weight]["momentum_buffer"])
+
+
+class Wrapping(torch.Tensor):
+    """A tensor without memory of its own, as quantized weights often are."""
+
+    wrapped: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, wrapped: torch.Tensor, *, requires_grad: bool = False) -> Wrapping:
+        made: Wrapping = torch.Tensor._make_wrapper_subclass(cls, wrapped.shape, dtype=wrapped.dtype, requires_grad=requires_grad)
+        made.wrapped = wrapped
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]  # torch declares the one that does nothing
+        out = func(*[each.wrapped if isinstance(each, Wrapping) else each for each in args], **(kwargs or {}))
+        return args[0] if func is torch.ops.aten.copy_.default else cls(out)
+
+
+def test_tensors_that_wrap_others_share_no_memory() -> None:
+    live = {name: Wrapping(torch.zeros(count)) for name, count in {"one": 3, "like it": 3, "longer": 4}.items()}
+    tree = {name: torch.full(each.shape, float(number)) for number, (name, each) in enumerate(live.items())}
+    assert restore_into(live, tree)
+    assert all(torch.equal(live[name].wrapped, tree[name]) for name in live)
+
+
+def test_only_what_touches_in_memory_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = []
+
+    def look(tensor: torch.Tensor) -> object:
+        looks.append(tensor)
+        return memory_key(tensor)
+
+    monkeypatch.setattr(sharing, "memory_key", look)
+
+    def compared(count: int) -> int:
+        """In a restore of so many views of one buffer, and of the buffer."""
+        looks.clear()
+        buffer, values = torch.zeros(count, 2), torch.rand(count, 2)
+        views = [*buffer]
+        assert restore_into({"buffer": buffer, "views": views}, {"buffer": values, "views": [each.clone() for each in values]})
+        assert torch.equal(buffer, values)
+        assert [view.data_ptr() for view in views] == [row.data_ptr() for row in buffer]
+        return len(looks)
+
+    assert 0 < compared(40) <= 2 * compared(20)
+
+
+def test_weights_that_begin_as_those_of_the_model_and_were_trained_apart_can_be_trained_on() -> None:
+    there, here = nn.Linear(3, 2), nn.Linear(3, 2)
+    fast = {name: parameter.detach() + 1 for name, parameter in there.named_parameters()}
+    live: dict[str, torch.Tensor] = {"weight": here.weight, "bias": here.bias.view(2)}
+    assert restore_into({"model": here, "fast": live}, stored({"model": there, "fast": fast}))
+    assert all(torch.equal(live[name], fast[name]) and live[name] is not parameter for name, parameter in here.named_parameters())
+    assert type(live["weight"]) is nn.Parameter
+    assert type(live["bias"]) is torch.Tensor
+    nn.functional.linear(torch.ones(3), live["weight"], live["bias"]).sum().backward()
+    assert all(each.grad is not None for each in live.values())
+    assert here.weight.grad is here.bias.grad is None
 
 
 @pytest.fixture
