@@ -29,7 +29,7 @@ from datastates.system.sharing import FILE_MODE, make_folders, share
 
 from . import anchor, deadline
 from .frozen import Frozen, why_frozen
-from .migrations import HEAD, KNOWN, new
+from .migrations import AS_IS, HEAD, KNOWN, new
 from .session import Session
 
 if TYPE_CHECKING:
@@ -208,7 +208,7 @@ class Database:
     def _open(self, *, create: bool) -> None:
         with self._session(self._reader) as session:
             version = _version(session.connection())
-        if version == HEAD:
+        if version == HEAD or (self._frozen is not None and version in AS_IS):
             return
         if version is None and not create:
             raise NotFound(f"{self._shown} holds no lineage: create it, or check the URL")

@@ -34,6 +34,7 @@ from datastates.lineage.search import walk
 from datastates.lineage.states import Note, Ref, RefKind, State
 from datastates.opening.core import Core, Opened, core_of
 from datastates.store.comparing import are_equal
+from datastates.store.files import next_step
 from datastates.store.mapped import MappedReader
 from datastates.store.parts import refuse_parts
 from datastates.store.placing import own_bytes
@@ -214,15 +215,18 @@ def _stage(
         manifest = _checked(sound, states[uid], states)
         check_places(manifest)
         digests = None if lineage.version == 1 else read_chunks(root, manifest, lineage.seals)
-        reader = stack.enter_context(MappedReader(folder, manifest, verify=True))  # without a lock, which others could hold for ever
-        reader.verify_headers()
-        chunks = SealedChunks(reader, digests)
-        chunks.check()
-        seals.check(sealed.get(uid), chunks.seal, uid)
-        _check_same(core, manifest, chunks)
-        shared = {key[:2]: known[key] for key in _keys(manifest, chunks) if key in known}
-        bare = msgspec.structs.replace(manifest, packs=(), refs=())
-        made = stack.enter_context(core.tiers.durable.stage(Payload(bare, chunks, is_on_demand=True), known=shared))
+        try:
+            with MappedReader(folder, manifest, verify=True) as reader:  # without a lock, which others could hold for ever
+                reader.verify_headers()
+                chunks = SealedChunks(reader, digests)
+                chunks.check()
+                seals.check(sealed.get(uid), chunks.seal, uid)
+                _check_same(core, manifest, chunks)
+                shared = {key[:2]: known[key] for key in _keys(manifest, chunks) if key in known}
+                bare = msgspec.structs.replace(manifest, packs=(), refs=())
+                made = stack.enter_context(core.tiers.durable.stage(Payload(bare, chunks, is_on_demand=True), known=shared))
+        except OSError as exc:
+            raise Unavailable(f"state {uid} of the bundle cannot be taken in ({exc}): {next_step(exc)}") from exc
         known |= {key: place for key, place in zip(_keys(manifest, chunks), made.places(), strict=False) if key not in known}
         staged[uid] = made, manifest, chunks.seal
     return staged

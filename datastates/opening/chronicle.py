@@ -21,7 +21,7 @@ import os
 import re
 import struct
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -256,8 +256,10 @@ def _inflated(body: bytes) -> bytes:
     return found
 
 
-def read_chronicle(packs: Path, lineage: str, start: int = 0) -> Chronicle:
+def read_chronicle(packs: Path, lineage: str, start: int = 0, *, take: Callable[[Entry], None] | None = None) -> Chronicle:
     """What can be read of the chronicle of a lineage from ``start`` on, which is 0 or the end of a frame.
+
+    ``take`` gets the entries one by one, and the chronicle that is returned has none then: all of them together may need much memory.
 
     :raises Unavailable: it cannot be read, or was written by a newer version.
     """
@@ -266,16 +268,18 @@ def read_chronicle(packs: Path, lineage: str, start: int = 0) -> Chronicle:
         fd = open_regular(path)
     except OSError as exc:
         raise Unavailable(f"{path} cannot be read ({exc.strerror}): it says what the lineage was; move it away to do without it") from exc
+    entries: list[Entry] = []
+    end, damaged = start, 0
     try:
         size = os.fstat(fd).st_size
-        frames = list(_frames(fd, size, start))
-        wrong = sum(_foot(fd, at + length) != length for at, length, _ in frames)
-        end = max((at + length for at, length, _ in frames), default=start)
+        for at, length, entry in _frames(fd, size, start):
+            (take or entries.append)(entry)
+            damaged += at - end + (_foot(fd, at + length) != length) * _FOOT.size
+            end = at + length
         unfinished = 0 if _ends_whole(fd, end, size) else size - end
     finally:
         os.close(fd)
-    damaged = size - start - sum(length for _, length, _ in frames) + wrong * _FOOT.size
-    return Chronicle(lineage, tuple(entry for _, _, entry in frames), damaged, unfinished, end)
+    return Chronicle(lineage, tuple(entries), damaged + size - end, unfinished, end)
 
 
 def _foot(fd: int, end: int) -> int:

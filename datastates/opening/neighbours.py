@@ -84,10 +84,10 @@ def _stamp(path: Path) -> _Stamp:
 
 
 def _read_on(packs: Path, lineage: str, stamp: _Stamp, known: _Seen) -> _Seen:
+    uids = set(known.uids)
     try:
-        more = read_chronicle(packs, lineage, known.end)
+        more = read_chronicle(packs, lineage, known.end, take=lambda entry: uids.update(state.uid for state in entry.states))
     except Unavailable as exc:
         return replace(_NOTHING, doubt=f"another lineage may name it: {exc}")
-    uids = known.uids.union(state.uid for entry in more.entries for state in entry.states)
     doubt = f"lineage {lineage} of this folder may name it: its chronicle is damaged; `datastates repair` there writes it anew"
-    return _Seen(stamp, uids, more.end, doubt if more.rotten_bytes else None)
+    return _Seen(stamp, frozenset(uids), more.end, doubt if more.rotten_bytes else None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["HEAD", "KNOWN"]
+__all__ = ["AS_IS", "HEAD", "KNOWN"]
 
 # Every project has a revision 0001: ours carry the project's name, so that a database of another program is not taken for ours.
 KNOWN = (
@@ -20,3 +20,6 @@ KNOWN = (
     "datastates_0012",
 )
 HEAD = KNOWN[-1]
+
+AS_IS = frozenset({"datastates_0011", HEAD})
+"""The versions that SQLite files have the newest tables with: one that may only be read needs no copy to migrate."""

@@ -6,7 +6,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from sqlalchemy import BigInteger, BindParameter, Integer, bindparam, select, tuple_
+from sqlalchemy import BigInteger, BindParameter, Integer, bindparam, func, null, select, tuple_
 
 from datastates.lineage.amendments import Amended
 from datastates.lineage.chronicle import AttributesLine, ReportLine, SampleLine, SealLine, VariantLine, fitting
@@ -20,6 +20,9 @@ __all__ = ["Amendments", "amendments", "name_at"]
 
 _PAGE = 200
 """How many to read at a time: an error has 20,000 characters, a report has pictures."""
+
+_PICTURES_BYTES = 256 << 20
+"""The pictures of a report are told if all of them take at most so much: an entry may not grow without bounds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +45,16 @@ def name_at(session: Session, id_: int) -> str | None:
     return None if found is None else str(found)
 
 
-def amendments(session: Session, after: int, *, again: int, until: int) -> Amendments | None:
-    """The next amendments after ``after`` up to ``until``, and those of the ``again`` ids before it; None when there is no new one."""
-    rows = session.execute(_NEW, {"after": after - again, "until": until, "most": _PAGE + again}).all()
+def amendments(session: Session, after: int, *, again: int, until: int, most: int) -> Amendments | None:
+    """The next amendments after ``after`` up to ``until``, ``most`` at most, and those of the ``again`` ids before it.
+
+    None when there is no new one.
+    """
+    rows = session.execute(_NEW, {"after": after - again, "until": until, "most": min(most, _PAGE) + again}).all()
     if not rows or rows[-1].id <= after:
         return None
+    pictured = next((number for number, row in enumerate(rows, 1) if row.id > after and row.kind == Amended.REPORT), len(rows))
+    rows = rows[:pictured]  # one new report at a time
     named: defaultdict[str, list[Any]] = defaultdict(list)
     for row in rows:
         named[row.kind].append((row.study, row.name) if row.kind == Amended.VARIANT else row.name)
@@ -78,7 +86,8 @@ def _report(session: Session, name: str) -> list[ReportLine]:
     found = session.execute(_REPORT, {"of": name}).first()
     if found is None:
         return []
-    samples = tuple(SampleLine(*row) for row in session.execute(_SAMPLES, {"of": found.id}))
+    has_room = session.execute(_TAKEN, {"of": found.id}).scalar_one() <= _PICTURES_BYTES
+    samples = tuple(SampleLine(*row) for row in session.execute(_SAMPLES if has_room else _BARE_SAMPLES, {"of": found.id}))
     return [ReportLine(found.name, found.created_at, found.body, samples)]
 
 
@@ -107,8 +116,11 @@ _SEALS = (
 )
 _VARIANTS = select(*(_variant.c[name] for name in VariantLine.__struct_fields__)).order_by(_variant.c.study, _variant.c.place)
 _REPORT = select(_report_row).where(_report_row.c.name == bindparam("of"))
-_SAMPLES = (
-    select(*(_sample.c[name] for name in SampleLine.__struct_fields__))
+_TAKEN = select(func.coalesce(func.sum(func.length(_sample.c.picture)), 0)).where(_sample.c.report_id == bindparam("of"))
+_BARE = {"picture": null().label("picture")}
+_SAMPLES, _BARE_SAMPLES = (
+    select(*(left_out.get(name, _sample.c[name]) for name in SampleLine.__struct_fields__))
     .where(_sample.c.report_id == bindparam("of"))
     .order_by(_sample.c.rank)
+    for left_out in ({}, _BARE)
 )

@@ -46,14 +46,14 @@ def news(session: Session, mark: Mark, *, most: int, until: Settled) -> Entry | 
 
     ``until`` was found before the session's transaction began.
     """
-    again = _again(session) if mark.state else 0
+    again = min(most, _again(session)) if mark.state else 0  # a frame that is divided is small all through
     count = most + again
     runs = _runs(session, _NEW_RUNS, {"after": mark.run, "until": until.run, "most": most})
     ids = list(session.execute(_NEW_STATES, {"after": mark.state - again, "until": until.state, "most": count}).scalars())
     events = _events(session, {"after": mark.event - again, "until": until.event, "most": count})
     clones = _clones(session, {"after": mark.clone - again, "until": until.clone, "most": count})
     remarks, remarked, newest = _remarks(session, mark)
-    amended = amendments(session, mark.amendment, again=again, until=until.amendment)
+    amended = amendments(session, mark.amendment, again=again, until=until.amendment, most=most)
     if not (
         runs
         or max(ids, default=0) > mark.state

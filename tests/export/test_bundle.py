@@ -14,7 +14,7 @@ from blake3 import blake3
 
 import datastates
 from datastates import Conflict, Corrupt, InvalidInput, NotFound, Repository, State, Status, Unavailable
-from datastates.export import bundle_files
+from datastates.export import bundle, bundle_files
 from datastates.export.bundle import export_bundle, import_bundle
 from datastates.store.files import write_file
 from tests.cli.conftest import Invoke
@@ -221,6 +221,20 @@ def test_a_folder_with_something_in_it_is_left_alone_and_a_failed_export_leaves_
         with pytest.raises(Unavailable):
             export_bundle(again, ["soup", "a~2"], tmp_path / "new")
         assert not (tmp_path / "new").exists()
+
+
+def test_an_import_without_descriptors_says_so_and_takes_nothing(
+    repo: Repository, other: Repository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    export_bundle(repo, [member(repo, "a", 1.0).uid], tmp_path / "bundle")
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(bundle, "MappedReader", full)
+    with pytest.raises(Unavailable, match=r"cannot be taken in .*: raise the limit of open files"):
+        import_bundle(other, tmp_path / "bundle")
+    assert other.find("step >= 0") == []
 
 
 def test_a_lineage_that_no_import_would_read_is_refused_by_the_export(

@@ -18,7 +18,7 @@ from datastates.content.root import root_digest
 from datastates.errors import Conflict, InvalidInput, NotFound
 from datastates.lineage import Database, Edge, EdgeKind, NewState, Run, State, Status
 from datastates.lineage.change import parts, refs, runs
-from datastates.lineage.change.parts import Telling, record_part, record_parts, waiting
+from datastates.lineage.change.parts import Telling, form_after, record_part, record_parts, waiting
 from datastates.lineage.change.record import evict, mark, record
 from datastates.lineage.search import pages, walk
 from datastates.lineage.search.holders import holder, replicas_of
@@ -143,6 +143,19 @@ def test_a_part_that_contradicts_is_refused(database: Database, new_state: Make,
         with pytest.raises(Conflict, match=f"{next(iter(changes))} .* and not"):
             tell(database, replace(told[2], facts=replace(told[2].facts, **changes)), 2)
     assert tell(database, told[2], 2) is not None
+
+
+def test_parts_captured_after_unlike_numbers_of_updates_are_no_state(database: Database, new_state: Make) -> None:
+    first, second = parts_of(new_state(step=1, branch="main"), 2)
+    with database.write() as session:
+        record_parts(session, [Telling(first, 0, form=form_after("one", 4))])
+    with pytest.raises(Conflict, match=r"rank 1 of state .* after 5 steps .* rank 0 after 4"), database.write() as session:
+        record_parts(session, [Telling(second, 1, form=form_after("one", 5))])
+    with pytest.raises(Conflict, match="another tree"), database.write() as session:
+        record_parts(session, [Telling(second, 1, form=form_after("another", 4))])
+    with database.write() as session:
+        record_parts(session, [Telling(second, 1, form=form_after("one", 4))])
+    assert visible(database, first.uid)
 
 
 @pytest.mark.parametrize("is_together", [False, True])

@@ -18,7 +18,7 @@ from sqlalchemy import create_engine, text
 from datastates.lineage import Database, NewState, State
 from datastates.lineage import database as database_module
 from datastates.lineage.change import record, refs
-from datastates.lineage.migrations import HEAD, KNOWN, upgrade
+from datastates.lineage.migrations import AS_IS, HEAD, KNOWN, upgrade
 from datastates.lineage.search import walk
 from datastates.lineage.show import overview
 from tests.support import warm
@@ -167,3 +167,16 @@ def test_an_upgrade_waits_for_another_that_takes_longer_than_a_write_may(old_fil
         Database(old_file.url).close()
         assert not other.in_transaction
     old_file.check()
+
+
+@pytest.mark.parametrize("version", sorted(AS_IS))
+def test_a_version_that_is_read_as_it_is_has_the_newest_tables_in_sqlite(tmp_path: Path, version: str) -> None:
+    def tables() -> list[tuple[object, ...]]:
+        with closing(sqlite3.connect(tmp_path / "lineage.db")) as connection:
+            return connection.execute("SELECT type, name, tbl_name, sql FROM sqlite_master ORDER BY type, name").fetchall()
+
+    with closing(Database(f"sqlite:///{tmp_path / 'lineage.db'}")) as database:
+        newest = tables()
+        with database.write() as session:
+            command.downgrade(upgrade.config(session.connection()), version)
+    assert tables() == newest

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -9,8 +10,9 @@ import torch
 
 import datastates
 from datastates import Config, Repository
+from datastates.lineage.chronicle import Entry
 from datastates.opening import neighbours
-from datastates.opening.chronicle import CHRONICLES, chronicles, read_chronicle
+from datastates.opening.chronicle import CHRONICLES, Chronicle, chronicles, read_chronicle
 from datastates.opening.neighbours import Neighbours
 
 QUIET = Config(memory_bytes=64 << 20, durable_interval_s=None)
@@ -46,9 +48,11 @@ def test_only_what_is_new_in_the_chronicle_of_another_lineage_is_read(packs: Pat
     theirs = captured(packs.parent / "second", packs)
     starts: list[int] = []
 
-    def counted(packs: Path, lineage: str, start: int) -> object:
+    def counted(packs: Path, lineage: str, start: int, *, take: Callable[[Entry], None]) -> Chronicle:
         starts.append(start)
-        return read_chronicle(packs, lineage, start)
+        found = read_chronicle(packs, lineage, start, take=take)
+        assert found.entries == ()  # they are taken one by one, and none of them is kept
+        return found
 
     monkeypatch.setattr(neighbours, "read_chronicle", counted)
     with datastates.open(packs.parent / "first", packs=packs, config=QUIET) as repo:

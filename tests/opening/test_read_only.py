@@ -18,6 +18,7 @@ import datastates
 from datastates import Status, Unavailable
 from datastates.cli.app import app
 from datastates.lineage import Database
+from datastates.lineage.migrations import AS_IS
 from datastates.lineage.migrations.upgrade import config
 from tests.support.lodgers import CONFIG
 
@@ -101,17 +102,26 @@ def test_a_snapshot_of_a_living_training_can_be_read(tmp_path: Path, sealed: Pat
 
 def test_an_older_schema_is_read_without_being_changed(tmp_path: Path, sealed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     newest = fill(tmp_path / "open")
-    downgrade(tmp_path / "open" / "lineage.db")
+    downgrade(tmp_path / "open" / "lineage.db", "datastates_0002")
     data = (tmp_path / "open" / "lineage.db").read_bytes()
     check(sealed, newest)
     assert (tmp_path / "open" / "lineage.db").read_bytes() == data
 
 
-def downgrade(path: Path) -> None:
-    """Make a lineage as version 0002 of the schema had it."""
+def test_a_schema_with_the_same_tables_needs_no_copy_and_is_followed(tmp_path: Path, sealed: Path) -> None:
+    fill(tmp_path / "open")
+    downgrade(tmp_path / "open" / "lineage.db", min(AS_IS))
+    with datastates.open(sealed) as reader:
+        reader.state("main")
+        newest = fill(tmp_path / "open")
+        assert reader.state("main").uid == newest
+
+
+def downgrade(path: Path, version: str) -> None:
+    """Make a lineage as an earlier version of the schema had it."""
     engine = create_engine(f"sqlite:///{path}")
     with engine.begin() as connection:
-        alembic.downgrade(config(connection), "datastates_0002")
+        alembic.downgrade(config(connection), version)
     engine.dispose()
 
 
@@ -126,7 +136,7 @@ def test_a_lineage_alone_can_be_read(tmp_path: Path, sealed: Path) -> None:
 
 def test_no_room_for_a_copy_is_said(tmp_path: Path, sealed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fill(tmp_path / "open")
-    downgrade(tmp_path / "open" / "lineage.db")
+    downgrade(tmp_path / "open" / "lineage.db", "datastates_0002")
 
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")

@@ -27,6 +27,10 @@ def test_a_scheme_has_one_transport_in_a_process() -> None:
     assert isinstance(made.pop(), MemoryTransport)
 
 
+def test_a_scheme_may_be_written_in_any_case() -> None:
+    assert transport_for("TCP://host:4711") is transport_for("tcp://host:4711")
+
+
 @pytest.mark.parametrize("url", ["http://host:1", "host:4711", "", "://"])
 def test_an_unknown_scheme_is_refused_with_those_that_there_are(url: str) -> None:
     with pytest.raises(InvalidInput, match=r"tcp://… or ucx://… or memory://…"):

@@ -16,7 +16,9 @@ from sqlalchemy import text
 import datastates
 from datastates import Config, Conflict, InvalidInput, NotFound, Repository, State
 from datastates.export.bundle import export_bundle, import_bundle
+from datastates.lineage.change import reports
 from datastates.lineage.database import Database
+from datastates.lineage.search import amended
 from datastates.lineage.states import Status
 from datastates.opening import chronicle
 from datastates.opening.chronicle import CHRONICLES, Chronicle, catch_up, chronicles
@@ -380,6 +382,21 @@ def test_news_too_large_for_one_frame_are_told_in_several(tmp_path: Path, monkey
     (found,) = chronicles(tmp_path / "runs" / "packs")
     assert [state.uid for entry in found.entries for state in entry.states] == uids
     assert len(found.entries) > 4
+
+
+def test_reports_are_told_one_by_one_and_without_pictures_that_are_too_large_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(amended, "_PICTURES_BYTES", 300)
+    with datastates.open(tmp_path / "runs", config=QUIET) as repo:
+        with repo.core.writing() as session:
+            for name, size in (("a", 100), ("b", 200), ("c", 100)):
+                reports.keep(session, name, {}, [reports.NewSample(rank, rank, {}, bytes(size)) for rank in range(2)])
+        chronicle.tell_anew(repo.core.database, repo.location.packs)
+    (found,) = chronicles(tmp_path / "runs" / "packs")
+    assert found.damaged_bytes == 0
+    told = [[(each.name, [sample.picture for sample in each.samples]) for each in entry.reports] for entry in found.entries]
+    assert [each for each in told if each] == [[("a", [bytes(100)] * 2)], [("b", [None] * 2)], [("c", [bytes(100)] * 2)]]
 
 
 def test_nothing_is_rebuilt_under_a_training_that_goes_on(folder: Path) -> None:

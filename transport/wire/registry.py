@@ -23,6 +23,7 @@ def transport_for(url: str) -> Transport:
     :raises InvalidInput: no transport has this scheme; the error lists those that exist.
     """
     scheme, is_url, _ = url.partition("://")
+    scheme = scheme.lower()
     make = _KINDS.get(scheme) if is_url else None
     if make is None:
         raise InvalidInput(f"{url!r} begins with no transport's name: use {' or '.join(f'{each}://…' for each in _KINDS)}")
