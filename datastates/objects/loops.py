@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -49,7 +49,6 @@ class Loops:
         self._captured_over: int | None = None
         self._said: set[str] = set()
         self._aside: list[Pass] = []
-        self._spanning: list[Pass] = []
         self._is_stopped = self._is_here = self._leaves_rest = False
 
     @property
@@ -90,7 +89,7 @@ class Loops:
         epoch = state.get("epoch")
         self._has_counted, self._is_lost = epoch is not None, not state
         self.epoch = epoch or 0
-        self._waiting, self._passes = list(state.get("passes", ())), []
+        self._waiting, self._passes = _without_followed(state.get("passes", ())), []
         self._drops_rest = bool(state.get("is_left", False))
         self._left = list(state.get("left", ()))
         self._is_put_back, self._captured_bare, self._captured_over = True, None, None
@@ -191,13 +190,13 @@ class Loops:
         tracked = list(self._tracked())
         ids = set(map(id, tracked))
         turn = Pass(source, lambda part: id(part) in ids, tracked, self._said)
+        follows = self.is_counting and self._follows(turn)
+        turn.spans = follows or (self.is_counting and is_outside)
         self._begin_turn(turn, is_resumed=is_resumed)
-        if self.is_counting and (is_outside or any(each.is_same(turn) for each in self._spanning)):
-            self._span(turn)
         try:
             while True:
                 version = self.version
-                for batch in self._iterate(turn):
+                for batch in self._iterate(turn, follows=follows):
                     yield batch
                     if version != self.version and turn.is_repeatable:
                         break
@@ -207,6 +206,7 @@ class Loops:
                     return
                 if turn not in self._passes:
                     self._add(turn)
+                follows = False
         finally:
             turn.leave()
 
@@ -229,9 +229,18 @@ class Loops:
         self._aside = [each for each in self._aside if not each.is_same(turn)]
         self._add(turn)
 
+    def _follows(self, turn: Pass) -> bool:
+        """Whether the pass follows one over the same source that may go on from epoch to epoch, which took that source's place."""
+        return any(each.spans and each.is_same(turn) for each in (*self._last, *self._aside, *self._passes))
+
     def _add(self, turn: Pass) -> None:
-        turn.order = len([each for each in self._passes if not each.is_same(turn)])
-        self._passes.append(turn)
+        """Count a pass among those of this epoch: one that spans epochs in the place of the one that it follows, as a training that goes on
+        begins its source once.
+        """
+        followed = (i for i, each in enumerate(self._passes) if turn.spans and each.spans and each.is_same(turn))
+        at = next(followed, len(self._passes))
+        turn.order = len([each for each in self._passes[:at] if not each.is_same(turn)])
+        self._passes[at : at + 1] = [turn]
         self._captured_over = None
 
     def _take_up(self, turn: Pass) -> None:
@@ -244,11 +253,7 @@ class Loops:
                 f"a pass of run.steps that began within an epoch goes on in epoch {self.epoch}: a training that is resumed from the end of"
                 " the epoch in which it began begins it again; call run.steps for it before run.epochs, and its place is kept",
             )
-            self._span(turn)
-
-    def _span(self, turn: Pass) -> None:
-        turn.spans = True
-        self._spanning = [*(each for each in self._spanning if not each.is_same(turn)), turn]
+            turn.spans = True
 
     def _claim(self, turn: Pass) -> Mapping[str, Any] | None:
         """The restored place from which a pass goes on; None: it begins. The passes of an epoch begin in the same order again."""
@@ -262,21 +267,20 @@ class Loops:
         if not found:
             return None
         self._waiting = [place for place in self._waiting if place is not found[0]]
-        if "spans" in found[0]:
-            self._span(turn)
+        turn.spans |= "spans" in found[0]
         return found[0]
 
     def _has_been_through(self) -> bool:
         return bool(self._passes) and all(each.is_over for each in self._passes)
 
-    def _iterate(self, turn: Pass) -> Iterator[Any]:
+    def _iterate(self, turn: Pass, *, follows: bool) -> Iterator[Any]:
         """Iterate over what is left of the pass."""
         self._is_put_back = False
         epoch = self.epoch if self.is_counting else None
-        place = self._claim(turn)
+        place = None if follows else self._claim(turn)
         if place is not None and place["is_over"]:
             turn.recall(place.get("begin", {}))
-        if place is None:
+        if place is None and not follows:
             left, self._left, self._last = self._left[:1], self._left[1:], self._last[1:]
             for each in left:
                 turn.recall(each)
@@ -323,6 +327,18 @@ def _if_any(left: list[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 def _asides(going: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """The places of passes that go on in the next epoch."""
     return [{**place, "is_aside": True} for place in going if "spans" in place and not place["is_over"]]
+
+
+def _without_followed(places: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The places without those of passes over a source that has a later one: older states hold all that a source had in an epoch."""
+
+    def is_followed(place: Mapping[str, Any], later: Sequence[Mapping[str, Any]]) -> bool:
+        found = [each for each in later if not each.get("is_aside") and each.get("spans") == place["spans"]]
+        return any(each.get("length") == place.get("length") for each in found)
+
+    return [
+        place for i, place in enumerate(places) if not place["is_over"] or "spans" not in place or not is_followed(place, places[i + 1 :])
+    ]
 
 
 def divides_its_loader(state: Mapping[str, Any] | None) -> bool:

@@ -22,11 +22,13 @@ from .sampler import Batches, PermutationSampler
 from .sources import (
     Kind,
     batch_size,
+    draws_as_it_begins,
     handed_out_by,
     holds_begun_iterator,
     is_ordered_by_epoch,
     kind_of,
     length_of,
+    noting_begun,
     parts_of,
     progress_of,
     set_epoch,
@@ -65,6 +67,8 @@ class Pass:
         self._told = self._sampler if self._kind is Kind.AHEAD else None
         self._is_torchdata = any(type(part).__module__.startswith("torchdata.stateful_dataloader") for part in keepers)
         self._kept_loaders = [part for part in keepers if isinstance(part, DataLoader) and not is_prepared(part)]
+        self._is_streamed = any(each.num_workers == 0 and isinstance(each.dataset, IterableDataset) for each in loaders)
+        self._drawing = [each for each in loaders if draws_as_it_begins(each)] if len(loaders) > 1 else []
         self._wraps = not isinstance(source, DataLoader) and len(loaders) == 1
         self._length, self._size = length_of(source, self._parts), size_of(source, self._loader)
         self._prepared = next((part for part in self._parts if is_prepared(part)), None)
@@ -344,26 +348,28 @@ class Pass:
     @property
     def _compares(self) -> bool:
         """Whether to look for random numbers that decide what is handed out, drawn in turns with those of the training."""
-        is_streamed = self._loader is not None and self._loader.num_workers == 0 and isinstance(self._loader.dataset, IterableDataset)
-        return (is_streamed or len(self._loaders) > 1) and self._kind is Kind.REPLAYED and "in turns" not in self._said
+        return (self._is_streamed or bool(self._drawing)) and self._kind is Kind.REPLAYED and "in turns" not in self._said
 
     def _compared(self, iterator: Iterator[Any]) -> Iterator[Any]:
         """The batches of a stream that is read in this process, or of several loaders; says so if both they and the training draw."""
         after: object = None
+        is_drawn_between = False
         for count in itertools.count():
-            is_looking = self._compares and (count <= _LOOKS or len(self._loaders) > 1)
+            is_looking = self._compares and count <= _LOOKS
             before = self._generators_now() if is_looking else None
-            batch = next(iterator, self)
+            with noting_begun(self._drawing if count and self._compares else ()) as begun:
+                batch = next(iterator, self)
             if batch is self:
                 return
             now = self._generators_now() if is_looking else None
-            if count and before != after and now != before:
-                self._warn("in turns", self._told_in_turns())
+            is_drawn_between |= is_looking and count > 0 and before != after
+            if is_drawn_between and (begun or (self._is_streamed and now != before)):
+                self._warn("in turns", self._told_in_turns(is_begun=bool(begun)))
             after = now
             yield batch
 
-    def _told_in_turns(self) -> str:
-        if len(self._loaders) > 1:
+    def _told_in_turns(self, *, is_begun: bool) -> str:
+        if is_begun:
             return (
                 f"run.steps is given {type(self._source).__name__}, whose loaders draw random numbers as they begin, one after the other,"
                 " and the training draws in between: one that goes on within a pass gets another order; give each loader"

@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager
 from enum import Enum, auto
+from functools import partial
 from typing import Any
 
-from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler, SequentialSampler
 
 from datastates.errors import InvalidInput
 
-from .adapters import has_state
 from .prepared import is_prepared, reads_ahead, sampler_of
 from .sampler import Batches, PermutationSampler
 
 __all__ = [
     "Kind",
     "batch_size",
+    "draws_as_it_begins",
     "handed_out_by",
     "holds_begun_iterator",
     "is_ordered_by_epoch",
     "kind_of",
     "length_of",
+    "noting_begun",
     "parts_of",
     "progress_of",
     "set_epoch",
@@ -130,21 +132,45 @@ def holds_begun_iterator(parts: list[Any]) -> bool:
 
 
 def progress_of(part: Any) -> object:
-    """How far a tracked loader, sampler or stream has come, as a value that changes when it hands something out; None: it does not say."""
+    """How far a tracked loader or PermutationSampler has come, as a value that changes only when it hands something out; None: it does not
+    say, as a state may hold what changes by itself.
+    """
     if isinstance(part, PermutationSampler):
         return part.epoch, part.position
     if isinstance(part, DataLoader):
         return getattr(part, "_iterator", None), handed_out_by(part)
-    if has_state(part) and isinstance(part, Sampler | IterableDataset):
-        with suppress(Exception):  # it may be ready by the first capture, which raises otherwise
-            return repr(part.state_dict())  # type: ignore[union-attr]  # it has a state
     return None
+
+
+def draws_as_it_begins(loader: DataLoader[Any]) -> bool:
+    """Whether the global random numbers of the moment in which the loader is begun decide its order, or what its workers draw."""
+    is_in_order = batch_size(loader) > 0 and isinstance(loader.sampler, SequentialSampler)
+    return loader.generator is None and (loader.num_workers > 0 or not is_in_order)
+
+
+@contextmanager
+def noting_begun(loaders: Iterable[DataLoader[Any]]) -> Iterator[list[DataLoader[Any]]]:
+    """Those of the loaders that are begun in the block: torch's loaders make each of their iterators by ``_get_iterator``."""
+    begun: list[DataLoader[Any]] = []
+    noted = [loader for loader in loaders if "_get_iterator" not in vars(loader)]
+    for loader in noted:
+        vars(loader)["_get_iterator"] = partial(_note, begun, loader)
+    try:
+        yield begun
+    finally:
+        for loader in noted:
+            vars(loader).pop("_get_iterator", None)
 
 
 def handed_out_by(loader: DataLoader[Any]) -> int:
     """How many batches a loader has handed out in its pass, as torch's and torchdata's count; 0 if it does not say."""
     count = getattr(getattr(loader, "_iterator", None), "_num_yielded", 0)
     return count if isinstance(count, int) else 0
+
+
+def _note(begun: list[DataLoader[Any]], loader: DataLoader[Any]) -> Iterator[Any]:
+    begun.append(loader)
+    return type(loader)._get_iterator(loader)
 
 
 def _kind_of_loader(keepers: list[Any], samplers: list[Any], loader: DataLoader[Any] | None) -> Kind:

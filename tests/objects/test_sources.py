@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, Sampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler
 from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[import-untyped]  # torchdata has no types
 
 import datastates
@@ -222,6 +222,20 @@ def test_what_is_tracked_and_not_drawn_from_may_move_between_batches(repo: Repos
             next(drawn)
 
 
+def test_a_tracked_sampler_whose_state_moves_by_itself_refuses_no_other_loader(repo: Repository) -> None:
+    class Random(Sampler[int]):
+        def __iter__(self) -> Iterator[int]:
+            yield from torch.randperm(LENGTH).tolist()
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"rng": torch.get_rng_state().tolist()}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            torch.set_rng_state(torch.tensor(state["rng"], dtype=torch.uint8))
+
+    assert len(train(repo, "main", plain()[0], {"sampler": Random()})) == EPOCHS * LENGTH // SIZE
+
+
 @pytest.mark.parametrize("make", [permuted, kept])
 def test_a_wrapper_that_reads_ahead_of_what_is_tracked_is_told(
     repo: Repository, make: Callable[[], Made], caplog: pytest.LogCaptureFixture
@@ -299,6 +313,41 @@ def test_several_loaders_in_a_wrapper_go_on_from_their_place_and_none_may_be_tra
     for made in ((kept(), plain()), (permuted(), permuted())):
         with pytest.raises(InvalidInput, match=r"Several draws from 2 loaders, and the place of a tracked .* is not that of them all"):
             train(repo, "refused", *several(*made))
+
+
+class Noisy(Dataset[Any]):
+    """Draws random numbers for each of its samples."""
+
+    def __len__(self) -> int:
+        return LENGTH
+
+    def __getitem__(self, index: int) -> Any:
+        return index + torch.rand(())
+
+
+def test_several_loaders_are_told_of_draws_only_if_one_without_a_generator_begins_within_the_pass(
+    repo: Repository, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Both(Several):
+        def __iter__(self) -> Iterator[Any]:
+            yield from map(torch.cat, zip(*self.parts, strict=True))
+
+    def noisy(**options: Any) -> DataLoader[Any]:
+        return DataLoader(Noisy(), SIZE, **options)
+
+    def own() -> torch.Generator:
+        return torch.Generator().manual_seed(1)
+
+    exact: dict[str, Callable[[], Any]] = {
+        "both": lambda: Both(noisy(shuffle=True), noisy(shuffle=True)),
+        "generators": lambda: Several(noisy(shuffle=True, generator=own()), noisy(shuffle=True, generator=own())),
+        "in-order": lambda: Several(DataLoader(DATA, SIZE), DataLoader(DATA, SIZE)),
+    }
+    for name, make in exact.items():
+        train(repo, name, make(), {})
+    assert not caplog.text
+    train(repo, "late", Several(noisy(shuffle=True), *(noisy(shuffle=True) for _ in range(3))), {})
+    assert caplog.text.count("Several, whose loaders draw random numbers as they begin") == 1
 
 
 def test_a_wrapper_with_a_state_of_its_own_keeps_its_place(repo: Repository) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ from torch.utils.data import DataLoader
 
 import datastates
 from datastates import Repository, Tracker
+from datastates.objects.loops import Loops
 from tests.objects.test_loops import CONFIG, Seen, Stopped, never_stopped, resumed_everywhere, stopped
 
 
@@ -36,7 +39,7 @@ def _side_by_side(run: Tracker, seen: Seen, stop: int | None, unlabelled: Iterat
             run.capture()
 
 
-@pytest.mark.parametrize("length", [3, 5, 40])
+@pytest.mark.parametrize("length", [1, 2, 3, 5, 40])
 def test_a_pass_that_goes_on_from_epoch_to_epoch_keeps_its_place(repo: Repository, length: int, caplog: pytest.LogCaptureFixture) -> None:
     def body(run: Tracker, seen: Seen, stop: int | None) -> None:
         loader: Any = DataLoader(range(100, 100 + length), batch_size=1, shuffle=True)  # type: ignore[arg-type]  # a range will do
@@ -44,6 +47,79 @@ def test_a_pass_that_goes_on_from_epoch_to_epoch_keeps_its_place(repo: Repositor
 
     resumed_everywhere(repo, body)
     assert not caplog.text
+
+
+def test_a_pass_that_each_epoch_takes_up_first_keeps_its_place_and_leaves_others_theirs(repo: Repository) -> None:
+    def body(run: Tracker, seen: Seen, stop: int | None) -> None:
+        shorter: Any = DataLoader(range(100, 102), batch_size=1, shuffle=True)  # type: ignore[arg-type]  # a range will do
+        going = iter(run.steps(shorter))
+        for _ in run.epochs(3):
+            labelled = iter(run.steps(range(3)))
+            while True:
+                other = next(going, None)
+                if other is None:
+                    going = iter(run.steps(shorter))
+                    other = next(going)
+                batch = next(labelled, None)
+                if batch is None:
+                    break
+                if stop is not None and len(seen) == stop:
+                    raise Stopped
+                seen.append((run.epoch, (batch, other.item())))
+                run.capture()
+
+    resumed_everywhere(repo, body)
+
+
+def test_each_of_two_passes_that_go_on_begins_again_by_itself(repo: Repository) -> None:
+    def body(run: Tracker, seen: Seen, stop: int | None) -> None:
+        sources: list[Any] = [DataLoader([at, at + 1], batch_size=1, shuffle=True) for at in (100, 200)]  # type: ignore[arg-type]  # a list will do
+        going = [iter(run.steps(source)) for source in sources]
+        for _ in run.epochs(2):
+            for batch in run.steps(range(5)):
+                others = [next(each, None) for each in going]
+                for number, other in enumerate(others):
+                    if other is None:
+                        going[number] = iter(run.steps(sources[number]))
+                        others[number] = next(going[number])
+                if stop is not None and len(seen) == stop:
+                    raise Stopped
+                seen.append((run.epoch, (batch, *(other.item() for other in others if other is not None))))
+                run.capture()
+
+    resumed_everywhere(repo, body)
+
+
+def test_a_state_that_has_all_places_of_a_source_goes_on_from_the_last() -> None:
+    over = {"batches": 2, "is_over": True, "length": 2, "spans": 1}
+    passes = [{"batches": 5, "is_over": False, "length": 6}, over, over, {**over, "batches": 1, "is_over": False}]
+    loops, other = Loops(list), Loops(list)
+    other_batches = other.batches([7, 8], is_resumed=False)
+    next(other_batches)
+    begun: Any = other.state_dict()["passes"]
+    loops.load_state_dict({"epoch": 0, "passes": [{**place, "begin": begun[0]["begin"]} for place in passes]})
+    batches = loops.batches([7, 8], is_resumed=True, is_outside=True)
+    for _ in loops.count(1, is_resumed=True):
+        assert list(loops.batches(range(6), is_resumed=True)) == [5]
+        assert next(batches) == 8
+
+
+def test_sources_whose_passes_are_over_are_let_go() -> None:
+    loops, made = Loops(list), []
+
+    def endless() -> Iterator[Any]:
+        while True:
+            loader: Any = DataLoader(range(3), batch_size=1)  # type: ignore[arg-type]  # a range will do
+            made.append(weakref.ref(loader))
+            yield from loops.batches(loader, is_resumed=False)
+
+    batches = endless()
+    for _ in loops.count(12, is_resumed=False):
+        for _ in loops.batches(range(2), is_resumed=False):
+            next(batches)
+    gc.collect()
+    assert len(made) == 8
+    assert len([loader for loader in made if loader() is not None]) <= 2
 
 
 def test_a_pass_that_is_begun_within_an_epoch_and_goes_on_is_told_once(repo: Repository, caplog: pytest.LogCaptureFixture) -> None:
