@@ -10,6 +10,7 @@ The metrics of every captured state go there too:
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Sequence
 
@@ -29,9 +30,12 @@ except ImportError as exc:
 
 __all__ = ["MlflowLog"]
 
+_logger = logging.getLogger(__name__)
+
 _AT_ONCE = 1000  # metrics in one request: MLflow's limit
 _PARAMS = 100
 _LONGEST = 5000
+_LONGEST_KEY = 250
 _ODD = re.compile(r"[^\w\-. /:]")
 
 
@@ -54,6 +58,7 @@ class MlflowLog(Beside):
     ) -> None:
         self._experiment = values.optional(values.text)(experiment, "experiment")
         self._client = client or MlflowClient()
+        self._refused: set[str] = set()
         super().__init__(tracker, values.optional(values.text)(into, "into"))
 
     def _go_on(self, id: str, ours: Ours) -> bool:
@@ -82,7 +87,8 @@ class MlflowLog(Beside):
         if ours.git_commit is not None:
             tags["mlflow.source.git.commit"] = ours.git_commit
         known = self._client.get_run(self.id).data.params  # a param cannot be changed
-        params = [Param(_key(key), str(value)[:_LONGEST]) for key, value in ours.config.items() if _key(key) not in known]
+        named = {_key(key): str(value)[:_LONGEST] for key, value in ours.config.items()}
+        params = [Param(key, value) for key, value in named.items() if key not in known]
         self._client.log_batch(self.id, tags=[RunTag(key, value[:_LONGEST]) for key, value in tags.items()])
         for start in range(0, len(params), _PARAMS):
             self._client.log_batch(self.id, params=params[start : start + _PARAMS])
@@ -94,7 +100,22 @@ class MlflowLog(Beside):
             for key, value in state.metrics.items()
         ]
         for start in range(0, len(metrics), _AT_ONCE):
-            self._client.log_batch(self.id, metrics=metrics[start : start + _AT_ONCE])
+            self._log(metrics[start : start + _AT_ONCE])
+
+    def _log(self, metrics: Sequence[Metric]) -> None:
+        """Log these metrics, without those that MLflow refuses: it refuses all that come with one."""
+        try:
+            self._client.log_batch(self.id, metrics=metrics)
+        except MlflowException as exc:
+            if exc.error_code != "INVALID_PARAMETER_VALUE" or self._client.get_run(self.id).info.lifecycle_stage != "active":
+                raise  # not because of a metric
+            if len(metrics) > 1:
+                half = len(metrics) // 2
+                self._log(metrics[:half])
+                self._log(metrics[half:])
+            elif metrics[0].key not in self._refused:
+                self._refused.add(metrics[0].key)
+                _logger.warning("mlflow refuses the metric %s, which is in the lineage alone: %s", metrics[0].key, exc)
 
     def _end(self, head: str | None, error: BaseException | None) -> None:
         if head is not None:
@@ -104,5 +125,6 @@ class MlflowLog(Beside):
 
 
 def _key(name: str) -> str:
-    """A name in the characters that MLflow accepts."""
-    return _ODD.sub("_", name)
+    """A name that MLflow accepts: in its characters, not too long, and in the plain form of a path."""
+    parts = _ODD.sub("_", name)[:_LONGEST_KEY].split("/")
+    return "/".join(part for part in parts if part not in ("", ".", "..")) or "_"

@@ -50,11 +50,13 @@ class Follower(Protocol):
     def loop(self) -> TrainerLoop: ...
     def set_out(self, asked: Any, *, trial: object) -> Any: ...
     def capture_if_due(self, *, is_end: bool = False) -> None: ...
+    def begin_step(self) -> None: ...
     def end(self, error: BaseException | None) -> None: ...
 
 
 class Hooks:
-    """Hooks over the methods of ``trainer``; each method still does its work. Everything belongs to the training thread.
+    """Hooks over the methods of ``trainer``; each method still does its work, and nothing else while the Trainer does not have the
+    callback. Everything belongs to the training thread.
 
     ``told`` is where the Trainer should begin, in the form of its own file; None if it begins from nothing. ``rng`` holds the random
     numbers of the restored state until the loop has reached the place where it was captured. ``folder`` stands for that state.
@@ -79,7 +81,11 @@ class Hooks:
         self._is_after_epoch = False
         for name in _HOOKED:
             own, hook = getattr(trainer, name), getattr(self, name.strip("_"))
-            setattr(trainer, name, functools.wraps(own)(functools.partial(hook, own)))
+            setattr(trainer, name, functools.wraps(own)(functools.partial(self._call, own, hook)))
+
+    def _call(self, own: Any, hook: Any, *args: Any, **options: Any) -> Any:
+        is_followed = any(each is self.callback for each in self.trainer.callback_handler.callbacks)
+        return hook(own, *args, **options) if is_followed else own(*args, **options)
 
     # --- where it begins ---------------------------------------------------------------------------------------------------
 
@@ -177,6 +183,12 @@ class Hooks:
     def get_batch_samples(self, own: Any, batches: Any, *args: Any, **options: Any) -> Any:
         """The batches of the next step; the step before it is complete."""
         self.callback.capture_if_due()
+        found = self._next_batches(own, batches, *args, **options)
+        if found[0]:  # a stream may be at its end
+            self.callback.begin_step()
+        return found
+
+    def _next_batches(self, own: Any, batches: Any, *args: Any, **options: Any) -> Any:
         loop = self.callback.loop
         if self._replay is not None:
             self._stands_for, (loader, place) = batches, self._replay

@@ -12,6 +12,7 @@ import logging
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ except ImportError as exc:
     raise ImportError("datastates.integrations.transformers needs transformers: pip install 'datastates[transformers]'") from exc
 
 import datastates
-from datastates import Repository, State, Tracker, values
+from datastates import Capture, Repository, State, Tracker, values
 from datastates.errors import Conflict, InvalidInput, NotFound, Unavailable, Unsupported
 from datastates.objects.rng import RngState
 from datastates.system.notices import say
@@ -58,7 +59,7 @@ class DatastatesCallback(TrainerCallback):  # type: ignore[misc]  # mypy is told
     :param repo: the repository, or where it is; it is then opened.
     :param branch: the branch that captures move; one that exists is resumed.
     :param start: the state from which a new branch forks.
-    :param every: every n-th step is captured, as are the last step and, if the best is to be loaded, each that is the best so far.
+    :param every: every n-th step is captured, as are the last step and each step that is evaluated.
     :param replay: whether a training that goes on within an epoch reads once more the batches that it had used, so that code that draws
         random numbers while data is read draws the same ones. False skips by index: quick, and as exact if nothing draws.
     :param folders: whether the Trainer also writes its own checkpoint folders, as ``save_strategy`` says.
@@ -96,9 +97,10 @@ class DatastatesCallback(TrainerCallback):  # type: ignore[misc]  # mypy is told
         self._loop: TrainerLoop | None = None
         self._begin: State | None = None
         self._back: State | None = None
+        self._newest: Capture | None = None
         self._captured = self._begun = 0
         self._metrics: dict[str, float] = {}
-        self._is_beginning = self.is_reseeded = False
+        self._is_evaluated = self._is_beginning = self.is_reseeded = False
 
     @property
     def run(self) -> Tracker | None:
@@ -221,11 +223,12 @@ class DatastatesCallback(TrainerCallback):  # type: ignore[misc]  # mypy is told
             raise Conflict(f"branch {self.branch!r} was moved while this training began: start it again")
         if self._back is not None and self._back.uid != (run.head and run.head.uid):
             run.restore(self._back)
-        self._captured = self._begun = state.global_step
+        self._newest, self._captured, self._begun = None, state.global_step, state.global_step
+        self.begin_step()
         if is_whole:
             self._go_on(args, settings, self._back or run.resumed_from)
         if run.group.rank == 0:
-            _warn(self.branch, _inexact(args, more["train_dataloader"], self.replay))
+            _warn(self.branch, [*_inexact(args, more["train_dataloader"], self.replay), *_inexact_in_trl(trainer, self._objects)])
 
     def _of_ranks(self, size: int) -> dict[str, Any]:
         """The options of ``track``. With several processes each has its own loop: the loss since the last log, the place in its share."""
@@ -247,6 +250,8 @@ class DatastatesCallback(TrainerCallback):  # type: ignore[misc]  # mypy is told
 
     def _go_on(self, args: Any, settings: Settings, state: State | None) -> None:
         assert self._hooks is not None
+        if state is not None and args.load_best_model_at_end:
+            self._find_best(state)
         self._hooks.rng = RngState().state_dict()
         changed = {} if state is None else changes(args, state.config)
         settings.put_back(changed)
@@ -270,39 +275,61 @@ class DatastatesCallback(TrainerCallback):  # type: ignore[misc]  # mypy is told
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Mapping[str, Any] | None = None, **more: Any) -> None:
         """Take numbers of the log as metrics of the state of this step."""
-        self._metrics.update(_numbers(logs or {}))
+        if self._is_beginning:
+            self._metrics.update(_numbers(logs or {}))
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Mapping[str, Any] | None = None, **more: Any) -> None:
-        """Take numbers of the evaluation likewise."""
-        self._metrics.update(_numbers(metrics or {}))
+        """Take numbers of the evaluation likewise; the step is captured."""
+        if self._is_beginning:
+            self._metrics.update(_numbers(metrics or {}))
+            self._is_evaluated = True
 
     def on_train_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-        """Record the last states. The best model is restored, unless the Trainer has loaded it from a folder."""
+        """Record the last states, and restore the best model."""
         self.end(None)
-        best = self.loop.best
-        if self._run is None or not args.load_best_model_at_end or state.best_model_checkpoint is not None or best is None:
+        if self._run is None or not args.load_best_model_at_end or state.best_global_step is None:
+            return
+        best, is_loaded = self.best, _has_folder(state)
+        if best is None or best.step != state.best_global_step:
+            if not is_loaded:
+                _logger.warning("the best model, of step %s, is not loaded: it has no state", state.best_global_step)
             return
         try:
             self.repo.restore(best, into={"model": more["model"]}, only="model", group=self._run.group)
         except Unavailable as exc:
-            _logger.warning("the best model, of step %s, is not loaded, the last one stays: %s", state.best_global_step, exc)
+            if not is_loaded:
+                _logger.warning("the best model, of step %s, is not loaded: %s", state.best_global_step, exc)
 
     # --- captures ----------------------------------------------------------------------------------------------------------
 
     def capture_if_due(self, *, is_end: bool = False) -> None:
-        """Capture the newest step if it is complete, was not captured, and is due."""
+        """Capture the newest step if it is complete, was not captured, and is due. Name its state if it is the best so far."""
         assert self._hooks is not None
         run, trainer = self._run, self._hooks.trainer
-        state = trainer.state
-        if run is None or not self._is_beginning or state.global_step <= self._captured:
+        state, step = trainer.state, trainer.state.global_step
+        if run is None or not self._is_beginning or step == self._begun:
             return
-        is_best = trainer.args.load_best_model_at_end and state.best_global_step == state.global_step
-        if not (is_end or is_best or state.global_step % self.every == 0):
+        if step > self._captured and (is_end or self._is_evaluated or step % self.every == 0):
+            self._newest, self._captured = run.capture(step=step, metrics=self._metrics), step
+        newest, is_best = self._newest, trainer.args.load_best_model_at_end and state.best_global_step == step
+        if is_best and newest is not None and newest.step == step and newest.uid != self.loop.best and not newest.is_skipped:
+            self._keep_best(newest.wait())
+
+    def begin_step(self) -> None:
+        """Called when the next step begins: what is logged from here on is of that step."""
+        self._metrics, self._is_evaluated = {}, False
+
+    def _find_best(self, begun: State) -> None:
+        """Find the best state among ``begun`` and those before it. ``begun`` itself cannot tell: if it is the best, that was known only
+        once it was captured.
+        """
+        step = self.loop.trainer.state.best_global_step
+        if step is None:
             return
-        capture = run.capture(step=state.global_step, metrics=self._metrics)
-        self._captured, self._metrics = state.global_step, {}
-        if is_best and not capture.is_skipped:
-            self._keep_best(capture.wait())
+        with suppress(NotFound):
+            found = self.repo.state(f"{begun.uid}@step:{step}")
+            if found.step == step:
+                self._keep_best(found)
 
     def _keep_best(self, state: State) -> None:
         """Name the state with a ref, so that it stays in memory or on disk."""
@@ -313,7 +340,7 @@ class DatastatesCallback(TrainerCallback):  # type: ignore[misc]  # mypy is told
         before = next((ref.state for ref in self.repo.refs() if ref.name == name), None)
         if before is None:
             self.repo.tag(name, state, message="the best model so far")
-        else:
+        elif before != state.uid:
             self.repo.move(name, state, expected=before)
 
     def end(self, error: BaseException | None) -> None:
@@ -346,6 +373,12 @@ def _refuse(trainer: Any, trial: object) -> None:
         raise Unsupported("hyperparameter_search trains many variants with one Trainer: give each a Trainer, and a branch, of its own")
 
 
+def _has_folder(state: Any) -> bool:
+    """Whether the Trainer has loaded the best model from a folder of its own."""
+    folder = state.best_model_checkpoint
+    return folder is not None and Path(folder).is_dir() and Path(folder).name.endswith(f"-{state.best_global_step}")
+
+
 def _numbers(found: Mapping[str, Any]) -> dict[str, float]:
     plain = {name: value for name, value in found.items() if isinstance(value, int | float) or hasattr(value, "item")}
     return {name: float(value) for name, value in plain.items() if not isinstance(value, bool) and _is_one(value)}
@@ -372,6 +405,20 @@ def _inexact(args: Any, loader: Any, replay: bool) -> Iterable[str]:
         yield "replay=False gives workers other random numbers: leave it True, if data draws any"
     if args.auto_find_batch_size:
         yield "auto_find_batch_size changes the batches when memory runs out: set per_device_train_batch_size to what it found"
+
+
+def _inexact_in_trl(trainer: Any, tracked: Mapping[str, object]) -> Iterable[str]:
+    """Likewise, of what only TRL's trainers have."""
+    args = trainer.args
+    uses = getattr(args, "num_iterations", 1) * (getattr(args, "steps_per_generation", None) or 1)
+    if args.gradient_accumulation_steps % uses:
+        yield (
+            f"each generation is used for {uses} batches, over several steps, and is in no state: num_iterations * steps_per_generation has"
+            " to divide gradient_accumulation_steps"
+        )
+    reference = getattr(trainer, "ref_model", None)
+    if getattr(args, "sync_ref_model", False) and all(each is not reference for each in tracked.values()):
+        yield 'sync_ref_model moves the reference model, which is in no state: objects={"reference": trainer.ref_model}'
 
 
 def _warn(branch: str, said: Iterable[str]) -> None:

@@ -196,6 +196,39 @@ def test_a_run_of_the_callers_own_is_logged_to_and_not_ended(tmp_path: Path, rep
     assert found.info.status == "FINISHED"
 
 
+@pytest.mark.in_turn("logging")
+def test_a_metric_that_mlflow_would_not_take_costs_no_other_one(
+    tmp_path: Path, repo: Repository, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("mlflow")
+    from mlflow.exceptions import MlflowException
+    from mlflow.protos.databricks_pb2 import INVALID_PARAMETER_VALUE
+
+    theirs = KINDS["mlflow"](tmp_path)
+    client = vars(theirs)["client"]
+    log_batch = client.log_batch
+
+    def choosy(run_id: str, metrics: Sequence[Any] = (), **more: Any) -> None:
+        if any(metric.key == "refused" for metric in metrics):
+            raise MlflowException("no", INVALID_PARAMETER_VALUE)
+        log_batch(run_id, metrics=metrics, **more)
+
+    monkeypatch.setattr(client, "log_batch", choosy)
+    model, optimizer = job()
+    with repo.track(model=model, optimizer=optimizer, config={"a//b": 1, "a/b": 2, "../c": 3}) as run:
+        log = theirs.beside(run)
+        for step in range(3):
+            odd = {"val//acc": 1.0, "/loss": 2.0, "./a/../b/": 3.0, "l" * 255: 4.0, "..": 5.0, "refused": 6.0}
+            run.capture(metrics={"plain": float(step), **odd}).wait()
+    seen = theirs.runs()[log.id]
+
+    assert {key for _, key, _ in seen.points} == {"plain", "val/acc", "loss", "a/b", "l" * 250, "_"}
+    assert sorted(value for _, key, value in seen.points if key == "plain") == [0.0, 1.0, 2.0]
+    assert seen.config.keys() == {"a/b", "c"}
+    assert caplog.text.count("mlflow refuses the metric refused") == 1
+    assert "did not take" not in caplog.text
+
+
 # --- what holds of every log ---------------------------------------------------------------------------------------------------
 
 

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import IterableDataset
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback
 
 import datastates
@@ -18,13 +16,12 @@ from datastates.errors import Conflict, InvalidInput, Unsupported
 from datastates.integrations.transformers import DatastatesCallback
 from tests.capture.build import Gate, held_back
 
-from .trainers import Net, Noisy, Told, trainer
+from .trainers import Net, Noisy, StopAt, Stream, Told, losses, trainer
 
-Lines = list[tuple[object, ...]]
 in_turn = pytest.mark.in_turn("integrations")
 
 
-class Held(TrainerCallback):  # type: ignore[misc]  # as below
+class Held(TrainerCallback):  # type: ignore[misc]  # mypy is told to skip transformers
     """Holds the copy that is begun after a step until somebody waits for it; ``waited`` says whether anybody had before the next update."""
 
     def __init__(self, gate: Gate) -> None:
@@ -39,17 +36,6 @@ class Held(TrainerCallback):  # type: ignore[misc]  # as below
             self.waited.append(self.gate.is_open)
 
 
-class StopAt(TrainerCallback):  # type: ignore[misc]  # mypy is told to skip transformers
-    """Breaks a training off, as Ctrl-C does, when it begins a step."""
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-        if state.global_step == self.step:
-            raise KeyboardInterrupt
-
-
 @pytest.fixture
 def repo(tmp_path: Path) -> Iterator[datastates.Repository]:
     with datastates.open(tmp_path / "runs") as opened:
@@ -62,15 +48,6 @@ def make(tmp_path: Path) -> Callable[..., Told]:
         return trainer(tmp_path / "out", callbacks=callbacks, **options)
 
     return made
-
-
-def losses(made: Told, **options: Any) -> Lines:
-    """What each step's loss was; as far as it comes."""
-    said: Lines = []
-    made.say = lambda *words: said.append(words)
-    with suppress(KeyboardInterrupt):
-        made.train(**options)
-    return said
 
 
 def rates(made: Told) -> list[float]:
@@ -229,6 +206,20 @@ def test_a_callback_that_comes_late_to_a_new_branch_captures_it(repo: datastates
     assert [state.step for state in repo.log("main")] == list(range(22, 0, -1))
 
 
+def test_a_trainer_that_its_callback_was_taken_from_trains_as_without_it(repo: datastates.Repository, make: Callable[..., Told]) -> None:
+    callback = DatastatesCallback(repo)
+    made = make(callback, max_steps=2)
+    made.train()
+    again = make(DatastatesCallback(repo), max_steps=3)
+    again.pop_callback(DatastatesCallback)
+    assert losses(again) == losses(make(max_steps=3))
+    assert repo.state("main").step == 2
+    made.remove_callback(callback)
+    made.add_callback(callback)
+    made.args.max_steps = 3
+    assert [step for _, step, _ in losses(made)] == [2]
+
+
 @in_turn
 def test_a_callback_belongs_to_one_trainer(repo: datastates.Repository, make: Callable[..., Told]) -> None:
     callback = DatastatesCallback(repo)
@@ -348,58 +339,7 @@ def test_early_stopping_goes_on_counting_and_stays_stopped(repo: datastates.Repo
     assert len(losses(stopping(DatastatesCallback(repo), patience=3))) == 2, "more patience goes on"
 
 
-@pytest.mark.exact("transformers", "best")
-@pytest.mark.parametrize("stop", [7, pytest.param(None, marks=in_turn), pytest.param(16, marks=in_turn)])
-def test_the_best_model_comes_from_memory(stop: int | None, repo: datastates.Repository, make: Callable[..., Told], tmp_path: Path) -> None:
-    judged = {
-        **{"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 3, "save_strategy": "steps", "save_steps": 3},
-        **{"learning_rate": 0.3, "lr_scheduler_type": "constant", "metric_for_best_model": "eval_loss", "greater_is_better": True},
-    }
-    whole = make(**judged)
-    whole.train()
-    assert 0 < whole.state.best_global_step < 22, "neither the first nor the last"
-    assert (tmp_path / "out" / "checkpoint-22").exists()
-    weights = {name: value.clone() for name, value in whole.model.state_dict().items()}
-
-    out = {"output_dir": str(tmp_path / "none")}
-    if stop is not None:
-        losses(make(DatastatesCallback(repo, folders=False), StopAt(stop), **judged))
-    callback = DatastatesCallback(repo, folders=False, every=5)
-    made = make(callback, **judged)
-    made.args.output_dir = out["output_dir"]
-    losses(made)
-    assert made.state.best_metric == whole.state.best_metric
-    assert callback.best is not None
-    assert callback.best.step == whole.state.best_global_step
-    assert callback.best.metrics["eval_loss"] == whole.state.best_metric
-    assert repo.state("best/main").uid == callback.best.uid
-    assert all(torch.equal(value, weights[name]) for name, value in made.model.state_dict().items())
-    assert not (tmp_path / "none").exists(), "no folder of a checkpoint"
-
-
 # --- what states hold --------------------------------------------------------------------------------------------------------
-
-
-@in_turn
-def test_states_have_the_metrics_of_their_step_and_the_arguments(repo: datastates.Repository, make: Callable[..., Told]) -> None:
-    callback = DatastatesCallback(repo, config={"data": "noise"})
-    losses(make(callback, eval_strategy="steps", eval_steps=4, logging_steps=2))
-    states = {state.step: state for state in repo.log("main")}
-    assert states[2].metrics.keys() >= {"loss", "grad_norm", "learning_rate"}
-    assert "eval_loss" not in states[2].metrics
-    assert states[4].metrics.keys() >= {"loss", "eval_loss"}
-    assert states[3].metrics == {}
-    assert states[3].config["per_device_train_batch_size"] == 4
-    assert states[3].config["data"] == "noise"
-    assert repo.find("config.learning_rate == 0.01 and metrics.eval_loss > 0 order by metrics.eval_loss limit 1")
-
-
-@in_turn
-def test_every_few_steps_are_captured_and_the_last(repo: datastates.Repository, make: Callable[..., Told]) -> None:
-    expected = losses(make(DatastatesCallback(repo, every=5), StopAt(9)))
-    assert [state.step for state in repo.log("main")] == [5]
-    assert losses(make(DatastatesCallback(repo, every=5)))[:4] == expected[5:9], "steps that no state has are made again"
-    assert [state.step for state in repo.log("main")] == [22, 20, 15, 10, 5]
 
 
 @in_turn
@@ -438,15 +378,6 @@ def test_a_log_that_outgrows_its_room_comes_back_whole(repo: datastates.Reposito
 # --- what it is told ---------------------------------------------------------------------------------------------------------
 
 
-class Stream(IterableDataset[dict[str, Any]]):
-    """Ends within the training, so that it is begun again."""
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        data = Noisy()
-        for index in range(42):
-            yield data[index]
-
-
 @in_turn
 @pytest.mark.exact("transformers", "iterable")
 @pytest.mark.inexact("transformers", "iterable", "a stream is read again from its beginning, so it has to give the same items each time")
@@ -481,6 +412,38 @@ def test_what_cannot_be_exact_is_said_when_training_begins(
     with caplog.at_level(logging.WARNING, "datastates"):
         losses(make(DatastatesCallback(repo), max_steps=1, **options))
     assert sum(said in record.getMessage() for record in caplog.records) == 1
+
+
+@in_turn
+@pytest.mark.parametrize(
+    ("trl", "said"),
+    [
+        ({"num_iterations": 2, "steps_per_generation": 2}, "each generation is used for 4 batches"),
+        ({"num_iterations": 1, "steps_per_generation": 2}, None),
+        ({"sync_ref_model": True}, "sync_ref_model moves the reference model"),
+    ],
+)
+def test_what_trls_trainers_do_not_keep_is_said(
+    trl: dict[str, Any], said: str | None, repo: datastates.Repository, make: Callable[..., Told], caplog: pytest.LogCaptureFixture
+) -> None:
+    made = make(DatastatesCallback(repo), max_steps=1, gradient_accumulation_steps=2)
+    for name, value in trl.items():
+        setattr(made.args, name, value)
+    with caplog.at_level(logging.WARNING, "datastates"):
+        losses(made)
+    assert caplog.text == "" if said is None else said in caplog.text
+
+
+@in_turn
+def test_a_reference_model_that_is_tracked_is_not_said_to_be_lost(
+    repo: datastates.Repository, make: Callable[..., Told], caplog: pytest.LogCaptureFixture
+) -> None:
+    reference = Net()
+    made: Any = make(DatastatesCallback(repo, objects={"reference": reference}), max_steps=1)
+    made.ref_model, made.args.sync_ref_model = reference, True
+    with caplog.at_level(logging.WARNING, "datastates"):
+        losses(made)
+    assert caplog.text == ""
 
 
 @in_turn

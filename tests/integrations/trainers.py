@@ -6,14 +6,15 @@ import hashlib
 import json
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
 from datastates import Cadence, Config, Repository
@@ -21,6 +22,7 @@ from datastates import open as open_repository
 from datastates.integrations.transformers import DatastatesCallback
 
 Say = Callable[..., object]
+Lines = list[tuple[object, ...]]
 
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -53,6 +55,15 @@ class Noisy(Dataset[dict[str, Any]]):
 def collate(items: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
     """Lengths are for the sampler alone."""
     return {name: torch.stack([item[name] for item in items]) for name in ("x", "y")}
+
+
+class Stream(IterableDataset[dict[str, Any]]):
+    """Ends within the training, so that it is begun again."""
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        data = Noisy()
+        for index in range(42):
+            yield data[index]
 
 
 class Net(nn.Module):
@@ -101,6 +112,17 @@ class Awaited(TrainerCallback):  # type: ignore[misc]  # as above
             time.sleep(0.01)
 
 
+class StopAt(TrainerCallback):  # type: ignore[misc]  # as above
+    """Breaks a training off, as Ctrl-C does, when it begins a step."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        if state.global_step == self.step:
+            raise KeyboardInterrupt
+
+
 def arguments(folder: str | Path, **options: Any) -> TrainingArguments:
     """Quiet ones, for a processor."""
     quiet: dict[str, Any] = {
@@ -127,6 +149,15 @@ def trainer(folder: str | Path, say: Say = lambda *_: None, callbacks: Any = (),
     made.remove_callback(PrinterCallback)
     made.say = say
     return made
+
+
+def losses(made: Told, **options: Any) -> Lines:
+    """What each step's loss was; as far as it comes."""
+    said: Lines = []
+    made.say = lambda *words: said.append(words)
+    with suppress(KeyboardInterrupt):
+        made.train(**options)
+    return said
 
 
 def train(folder: str, case: str, say: Say, *, is_tracked: bool = True, awaited: int | None = None, **more: Any) -> None:
