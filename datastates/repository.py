@@ -32,7 +32,7 @@ from .tracking.configuration import configuration
 from .tracking.start import Terms, follow, together
 from .tracking.together import Together
 from .tracking.tracker import Tracker
-from .transport.clone.groups import Group, group_of
+from .transport.clone.groups import Group, SoloGroup, group_of
 from .upkeep.loading import device_of, load, restore
 
 if TYPE_CHECKING:
@@ -275,13 +275,13 @@ class Repository(Upkeep, Names, History, Algebra):
         :param into: the objects, by the names under which they were tracked.
         :param only: names, or patterns of paths, of what is restored. Everything else is left alone and not read.
         :param strict: False restores what fits, and the report lists what does not.
-        :param group: the ranks of a job that restore the state together; each of them calls this. Bytes that several ranks need are read
-            once and passed on, and each rank gets back what was its own. None: this process restores alone, and gets what was rank 0's own.
-        :raises InvalidInput: names, shapes or types do not fit; lists them.
+        :param group: the ranks of a job that restore the state together; each of them calls this, and all get the state that ``rev`` names
+            for rank 0. Bytes that several ranks need are read once and passed on, and each rank gets back what was its own. None: this
+            process restores alone, and gets what was rank 0's own.
+        :raises InvalidInput: names, shapes or types do not fit; lists them. Or the ranks give different states.
         """
-        return restore(
-            self.core, self.state(rev), into, only=only, strict=strict, group=None if group is None else group_of(group, "group")
-        )
+        ranks = Together(SoloGroup() if group is None else group_of(group, "group"))
+        return restore(self.core, ranks.state(rev, self.state), into, only=only, strict=strict, group=ranks.group)
 
     # --- other processes ---------------------------------------------------------------------------------------------------
 

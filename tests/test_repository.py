@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,8 @@ import torch
 from torch import nn
 
 import datastates
-from datastates import Config, OnFailure, Repository, Status, Unavailable
+from datastates import Config, InvalidInput, NotFound, OnFailure, Repository, Status, Unavailable
+from tests.support.thread_ranks import ThreadGroup, on_threads
 
 SLOT = 4 << 20
 
@@ -179,3 +181,50 @@ def test_a_server_keeps_the_lineage_of_local_packs(postgresql_url: str, tmp_path
     with datastates.open(postgresql_url, packs=tmp_path) as repo:
         assert [state.step for state in repo.find("metrics.loss = 0.5 order by step")] == [1, 2, 3]
         assert torch.equal(repo.load("warm")["tracked"]["weight"], torch.full((1000,), 2.0))
+
+
+def test_ranks_restore_the_state_that_the_branch_had_for_rank_0_though_it_moves(tmp_path: Path) -> None:
+    tracked = {"weight": torch.zeros(1000)}
+    with datastates.open(tmp_path, memory_bytes=8 * SLOT) as repo, repo.track(tracked=tracked) as run:
+        run.capture().wait()
+        tracked["weight"].add_(1)
+        has_looked = threading.Event()
+
+        class Slow(ThreadGroup):
+            """Rank 1 begins once rank 0 has looked the branch up and it has moved."""
+
+            def exchange(self, value: bytes) -> list[bytes]:
+                has_looked.set()
+                return super().exchange(value)
+
+        def restore(group: ThreadGroup) -> list[float]:
+            mine = torch.full((1000,), -1.0)
+            if group.rank == 1:
+                assert has_looked.wait(30)
+                run.capture().wait()
+            repo.restore("main", into={"tracked": {"weight": mine}}, group=Slow(group.hall, group.rank))
+            return mine.unique().tolist()  # type: ignore[no-any-return]  # torch does not say what is in the list
+
+        assert on_threads(2, restore)[0] == [[0.0], [0.0]]
+
+
+def test_ranks_that_restore_unlike_states_together_all_raise(tmp_path: Path) -> None:
+    tracked = {"weight": torch.zeros(1000)}
+    with datastates.open(tmp_path, memory_bytes=8 * SLOT) as repo, repo.track(tracked=tracked) as run:
+        run.capture().wait()
+        tracked["weight"].add_(1)
+        newest = run.capture().wait()
+
+        def restore(*revs: str) -> list[Any]:
+            into = [torch.full((1000,), -1.0) for _ in revs]
+            made, _ = on_threads(
+                len(revs), lambda group: repo.restore(revs[group.rank], into={"tracked": {"weight": into[group.rank]}}, group=group)
+            )
+            return [each if isinstance(each, Exception) else into[rank].unique().tolist() for rank, each in enumerate(made)]
+
+        for refused in restore("main~1", "main"):
+            assert isinstance(refused, InvalidInput)
+            assert f"and {newest.uid} on rank 1" in str(refused)
+        for refused in restore("main", "nowhere"):
+            assert isinstance(refused, NotFound)
+        assert restore("main", newest.uid, "main") == [[1.0], [1.0], [1.0]]

@@ -71,6 +71,7 @@ class Fence:
         _fences.add(self)
         self._handles: dict[int, tuple[weakref.ref[object], list[_Handle]]] = {}
         self._stepped: set[int] = set()
+        self._counts: dict[int, int] = {}
 
     def has_stepped(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether an optimizer, or one inside it, has taken a step since the last call."""
@@ -78,6 +79,16 @@ class Fence:
         has_stepped = not ids.isdisjoint(self._stepped)
         self._stepped -= ids
         return has_stepped
+
+    def steps_of(self, optimizer: torch.optim.Optimizer) -> int:
+        """How many steps an optimizer has begun since it was hooked, or since ``count_anew``; those of an optimizer inside it are not
+        among them.
+        """
+        return self._counts.get(id(optimizer), 0)
+
+    def count_anew(self) -> None:
+        """Count the steps of every optimizer from 0 again."""
+        self._counts.clear()
 
     def install(self, optimizers: Iterable[torch.optim.Optimizer], modules: Iterable[torch.nn.Module]) -> None:
         """Hook these, and the optimizers and modules inside them, unless they are hooked already. Call it again when the layout changed."""
@@ -93,6 +104,7 @@ class Fence:
     def _hook(self, found: _Hooked, make: Callable[[_Hooked], list[_Handle]]) -> None:
         known = self._handles.get(id(found))
         if known is None or known[0]() is not found:
+            self._counts.pop(id(found), None)  # those of an object that had this id before
             self._handles[id(found)] = weakref.ref(found), make(found)
 
     def _hooks_of_optimizer(self, optimizer: torch.optim.Optimizer) -> list[_Handle]:
@@ -118,6 +130,8 @@ class Fence:
         @functools.wraps(function or method)
         def wait_first(self_: object, *args: object, **kwargs: object) -> object:
             self._stepped.add(id(self_))
+            if name == "step":
+                self._count(self_)
             self._wait()
             return method(*args, **kwargs) if function is None else function(self_, *args, **kwargs)
 
@@ -145,11 +159,15 @@ class Fence:
 
     def _on_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         self._stepped.add(id(optimizer))
+        self._count(optimizer)
         if callable(closure := args[1] if len(args) > 1 else kwargs.get("closure")) and _asks_first(optimizer):
             waiting = self._after(closure)
             return ((args[0], waiting, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": waiting})
         self._wait()
         return None
+
+    def _count(self, optimizer: object) -> None:
+        self._counts[id(optimizer)] = self._counts.get(id(optimizer), 0) + 1
 
     def _after(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """A closure that waits after the step's own, which runs forward and backward: the copy overlaps them here too."""

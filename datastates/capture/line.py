@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from datastates.content.manifest import Manifest
+from datastates.lineage.change.parts import form_after
 from datastates.lineage.change.reduction import FIRST, Reduce
 from datastates.lineage.states import Run, State, StateFacts
 from datastates.modules.work import Work
@@ -114,7 +115,8 @@ class Staged:
     """A capture on its way: what is known of it before its bytes are digested, and ``work``, the result of the engine's steps.
 
     Once there is ``work``, what memory has under its uid belongs to this capture. ``taken_at`` is when it began, and ``held_s`` is for how
-    long the capture before it held the training up.
+    long the capture before it held the training up. ``updates``: how many steps the optimizers had taken, if all ranks must have taken as
+    many.
     """
 
     line: Line
@@ -127,6 +129,7 @@ class Staged:
     work: Work | None = field(default=None, repr=False)
     taken_at: float | None = None
     held_s: float | None = None
+    updates: int | None = None
 
     def settle(self) -> None:
         """Fill in, now that the bytes are there, the numbers that were still on a device when the capture was taken."""
@@ -138,6 +141,11 @@ class Staged:
     def taken(self) -> Taken:
         """The facts of this capture with which its training's policy is asked."""
         return Taken(self.taken_at, self.held_s, self.facts.step, self.facts.metrics)
+
+    @property
+    def form(self) -> str:
+        """What all parts of its state must have alike; see ``lineage.change.parts.Telling``."""
+        return self.layout.form if self.updates is None else form_after(self.layout.form, self.updates)
 
     @property
     def held_bytes(self) -> int:

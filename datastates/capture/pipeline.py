@@ -98,7 +98,7 @@ class Pipeline:
         content = Content(staged.layout.skeleton, staged.values, staged.layout.tensors, ())
         if part is not None:
             facts = replace(staged.facts, run=run.uid, config=run.chosen)
-            lengths, reduce, form = staged.layout.chunk_lengths, staged.line.reduce, staged.layout.form
+            lengths, reduce, form = staged.layout.chunk_lengths, staged.line.reduce, staged.form
             return Work(facts, (), content, lengths, job.slots, tip, rank=part.rank, reduce=reduce, form=form, known=job.digests)
         facts = replace(staged.facts, parent=None if tip is None else tip[0], run=run.uid, config=run.chosen)
         return Work(facts, () if tip is None else (tip[1],), content, staged.layout.chunk_lengths, job.slots, tip, known=job.digests)

@@ -9,7 +9,7 @@ from functools import partial
 import msgspec
 
 from datastates import values
-from datastates.errors import Corrupt, NotFound, Unavailable
+from datastates.errors import Corrupt, Unavailable
 from datastates.lineage.change import refs
 from datastates.lineage.search import walk
 from datastates.lineage.states import State
@@ -106,7 +106,7 @@ def _is_sound(core: Core, state: State, part: int) -> bool:
     try:
         with core.tiers.open_part(state, part)[0] as reader:
             reader.verify()
-    except (Corrupt, NotFound, Unavailable) as exc:
-        _logger.info("state %s: part %d does not verify here: %s", state.uid[:10], part, exc)
+    except Exception as exc:  # whatever it is, the others wait for what this rank finds
+        _logger.info("state %s: part %d does not verify here: %s: %s", state.uid[:10], part, type(exc).__name__, exc)
         return False
     return True

@@ -11,7 +11,9 @@ from typing import TypeVar
 
 import msgspec
 
+from datastates import values
 from datastates.errors import InvalidInput
+from datastates.lineage.states import State
 from datastates.transport.clone.groups import EXCHANGE_BYTES, Group
 from datastates.transport.clone.meeting import Meeting
 
@@ -69,8 +71,36 @@ class Together:
             return {} if error is None else {0: error}
         return Meeting(self.group, what).end(error)
 
-    def same(self, what: Mapping[str, object]) -> None:
-        """Raise unless all ranks give the same value under each name.
+    def state(self, rev: str | State, find: Callable[[str | State], State], **terms: object) -> State:
+        """The state that ``rev`` names for rank 0, on every rank, to restore it on these terms; ``find`` looks a revision up.
+
+        Ranks that give another text for the revision must mean the same state. A branch may move meanwhile: they look only the uid up.
+
+        :raises InvalidInput: the ranks give different states, or different terms; the error is the same on each.
+        """
+        if self.size == 1:
+            return find(rev)
+        said = values.revision(rev)
+        theirs, uid = self.first("find the state", lambda: (said, find(said).uid), tuple[str, str])
+        with self.united("find the state"):
+            state = find(uid)
+            own = uid if said == theirs else find(said).uid
+        self.same(
+            {"the state": own, **terms},
+            task="restore the same",
+            advice="let all ranks call restore with the same state and the same other arguments",
+        )
+        return state
+
+    def same(
+        self,
+        what: Mapping[str, object],
+        *,
+        task: str = "track the same training",
+        advice: str = "let all ranks call track with the same arguments, or give those that train something else, as the stages of a"
+        " pipeline do, a group and a branch of their own",
+    ) -> None:
+        """Raise unless all ranks give the same value under each name, as their ``task`` needs; ``advice`` says what to do about it.
 
         :raises InvalidInput: they do not; the error is the same on each.
         """
@@ -82,9 +112,8 @@ class Together:
             for rank, said in enumerate(everyone):
                 if said.get(name) != everyone[0].get(name):
                     raise InvalidInput(
-                        f"the ranks of this job do not track the same training: {name} is {everyone[0].get(name)} on rank 0 and"
-                        f" {said.get(name)} on rank {rank}; let all ranks call track with the same arguments, or give"
-                        " those that train something else, as the stages of a pipeline do, a group and a branch of their own"
+                        f"the ranks of this job do not {task}: {name} is {everyone[0].get(name)} on rank 0 and"
+                        f" {said.get(name)} on rank {rank}; {advice}"
                     )
 
 

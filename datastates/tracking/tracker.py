@@ -233,6 +233,8 @@ class Tracker:
         self.micro_step = checks.integer(self.micro_step, "run.micro_step", least=0, most=2**31 - 1)
         self.step = self._step_of(step)
         line = training.line
+        # Ranks whose captures count the steps may drift apart unnoticed, but their optimizers step together.
+        updates = training.updates() if line.part is not None and step is None and not training.is_driven else None
         uid = line.uids.next(training.branch, self.step, self.micro_step)
         facts = StateFacts(
             uid=uid,
@@ -248,13 +250,13 @@ class Tracker:
             world_size=line.size,
         )
         try:
-            return self._take(facts, noted.late, began)
+            return self._take(facts, noted.late, began, updates)
         except BaseException as exc:
             self._host.skip(line, facts, Why.FAILED, str(exc) or repr(exc))
             raise
 
-    def _take(self, facts: StateFacts, late: Mapping[str, torch.Tensor], began: float) -> Capture:
-        """The capture of a state with these facts; ``began`` is when it started."""
+    def _take(self, facts: StateFacts, late: Mapping[str, torch.Tensor], began: float, updates: int | None) -> Capture:
+        """The capture of a state with these facts; ``began`` is when it started. ``updates``: as in ``Staged``."""
         training, uid = self._training, facts.uid
         training.raise_background_error()
         training.heed_edits()
@@ -291,6 +293,7 @@ class Tracker:
                 facts=facts,
                 taken_at=began,
                 held_s=training.held_s,
+                updates=updates,
                 arriving=arriving,
             )
             job = staged.job = CopyJob(plan, slots, on_done=lambda _: None, numbers=[] if arriving is None else arriving.tensors, uid=uid)
@@ -336,6 +339,7 @@ class Tracker:
     def restore(self, rev: str | State, *, only: str | Sequence[str] | None = None, strict: bool = True) -> RestoreReport:
         """Restore a state into the tracked objects and go on from there: the branch moves to it, with a reflog entry. Collective.
 
+        :raises InvalidInput: the ranks give different states or other arguments.
         :raises NotFound: no such revision.
         :raises Unavailable: its bytes are gone; names the nearest ancestor that has them.
         :raises Conflict: another process moved the branch meanwhile.
@@ -345,8 +349,7 @@ class Tracker:
             training.check_usable()
             training.fence()
             self._host.settle(training.line)
-        uid = ranks.first("find the state", lambda: training.core.state(rev).uid, str)
-        return training.go_back(training.core.state(uid), only=only, strict=strict)
+        return training.go_back(ranks.state(rev, training.core.state, only=only, strict=strict), only=only, strict=strict)
 
     @checks.takes(
         spike=checks.optional(checks.number),

@@ -11,6 +11,8 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
+from torch.optim import Optimizer
+
 from datastates.capture.fence import Fence, Pending
 from datastates.capture.line import Line
 from datastates.capture.paces import facts_of
@@ -179,6 +181,11 @@ class Training:
         )
         return self._plan
 
+    def updates(self) -> int:
+        """The most steps that a tracked optimizer has taken since ``track`` or ``go_back``, of those that are equal on all ranks."""
+        shared = {name: found for name, found in self.adapted.objects.items() if name not in self.own}
+        return max((self._fence.steps_of(found) for _, found in parts(shared) if isinstance(found, Optimizer)), default=0)
+
     def forget_layout(self) -> None:
         """Drop the plan of the last capture: the next capture is laid out anew."""
         self._plan = None
@@ -236,6 +243,7 @@ class Training:
                 go_on_training(self.branch, self.adapted, report, is_told=self.ranks.is_first)
             self.ranks.first("move the branch", partial(self._move, state, reason), type(None))
             self.line.stand((state.uid, state.digest))
+            self._fence.count_anew()
             self.newest = state.uid
             self.know_best()
         return report

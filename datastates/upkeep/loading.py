@@ -88,8 +88,21 @@ def _restore_together(
     own, meeting = Redivision(state.world_size, group.rank, group.size), Meeting(group, f"restore state {state.uid}")
     opened = partial(core.tiers.open_part, state, verify=core.config.verify)
     with meeting.united(), undisturbed(), naming_a_way_on(core, state), ExitStack() as stack:
+        _check_same(state, meeting)
         reader = stack.enter_context(open_shared(meeting, state.uid, state.world_size, opened, rank=own.source))
         return restore_from(of_state(reader, state), into, only=only, strict=strict, own=own, meeting=meeting)
+
+
+def _check_same(state: State, meeting: Meeting) -> None:
+    """Raise unless all ranks restore this state: those that opened another repository may have another one of its uid."""
+    own = f"{state.uid} with the digest {state.digest[:16]}"
+    everyone = [said.decode() for said in meeting.meet(own.encode())]
+    for rank, said in enumerate(everyone):
+        if said != everyone[0]:
+            raise InvalidInput(
+                f"rank 0 restores state {everyone[0]}, and rank {rank} state {said}: let all ranks open the same repository, and restore"
+                " the same state"
+            )
 
 
 def verify(core: Core, state: State) -> None:

@@ -49,6 +49,7 @@ __all__ = [
     "abandon",
     "arrive_parts",
     "drop_waiting",
+    "form_after",
     "give_up",
     "part_digest",
     "part_digests",
@@ -64,6 +65,9 @@ __all__ = [
 _COUNTER = -(1 << 31)
 """The rank of the row whose ``world_size`` counts the parts that were reported; an earlier version had no such row."""
 
+_AFTER = "@"
+"""Between the form and the number of steps."""
+
 _FAR, _NEAR = "wanted", "near"
 """What the row of a part of a complete state says once its rank makes it durable: whether it should go on to further tiers, or not."""
 
@@ -72,13 +76,19 @@ _FAR, _NEAR = "wanted", "near"
 class Telling:
     """What one rank captured of a state. ``new`` is what ``record`` takes, for this part only; ``reduce`` says how metrics are combined.
 
-    ``form`` is equal for parts that form one state together: they have the same tree, and divide its tensors alike. Empty: not stated.
+    ``form`` is equal for parts that form one state together: they have the same tree, and divide its tensors alike. It may also say after
+    how many steps of the optimizers the part was captured (``form_after``). Empty: not stated.
     """
 
     new: NewState
     rank: int
     reduce: Reduce = FIRST
     form: str = ""
+
+
+def form_after(form: str, updates: int) -> str:
+    """The form of a part that was captured after so many steps of the optimizers."""
+    return f"{form}{_AFTER}{updates}"
 
 
 def record_part(session: Session, new: NewState, *, rank: int, reduce: Reduce = FIRST) -> State | None:
@@ -286,6 +296,13 @@ def _check_alike(told: Telling, other: int, theirs: Mapping[str, Any]) -> None:
     ours = _common(told)
     wrong = [key for key in ours if key in theirs and ours[key] != theirs[key]]
     if wrong == ["form"]:
+        (form, _, updates), (their_form, _, their_updates) = told.form.partition(_AFTER), theirs["form"].partition(_AFTER)
+        if form == their_form:
+            raise Conflict(
+                f"rank {told.rank} of state {told.new.uid} was captured after {updates or 'uncounted'} steps of the optimizer, and that"
+                f" of rank {other} after {their_updates or 'uncounted'}: let all ranks capture at the same places, or give each capture"
+                " its step"
+            )
         raise Conflict(
             f"rank {told.rank} of state {told.new.uid} has another tree than rank {other}, or divides its tensors otherwise: let all ranks"
             " change what they track before the same capture"

@@ -18,7 +18,7 @@ from datastates.lineage.change.parts import part_digests
 from datastates.lineage.database import Database
 from datastates.lineage.search.holders import replicas_of
 from datastates.lineage.states import Status
-from tests.support.ranks import Rank, ranks_of
+from tests.support.ranks import Rank, as_rank, ranks_of
 
 SIZE = 3
 
@@ -205,3 +205,64 @@ def test_while_the_database_is_away_parts_wait_and_are_told_when_it_is_back(tmp_
         with pytest.raises(Unavailable, match=r"rank 0 \(skipped\)"):
             last.wait(timeout_s=60)
         assert wait([rank.capture() for rank in ranks])[0].parents == (states[1].uid,)
+
+
+class Trained:
+    """A rank whose tensor an optimizer changes, next to an optimizer of its own."""
+
+    def __init__(self, rank: Rank) -> None:
+        self.repo, self.weight = rank.repo, torch.zeros(9, requires_grad=True)
+        self.optimizer, self.alone = (torch.optim.SGD([tensor]) for tensor in (self.weight, torch.zeros(1, requires_grad=True)))
+        self.run = rank.repo.track(
+            branch="trained", weight=self.weight, optimizer=self.optimizer, alone=self.alone, own="alone", rank=rank.part.rank, rng=False
+        )
+        as_rank(self.run, rank.part)
+
+    def step(self) -> None:
+        """One update of what all ranks have."""
+        self.weight.grad = -torch.ones(9)
+        self.optimizer.step()
+
+
+def test_ranks_that_count_their_captures_and_drift_apart_make_no_state(tmp_path: Path) -> None:
+    with ranks_of(tmp_path, None, 2) as both:
+        one, other = map(Trained, both)
+        for rank in (one, other):
+            rank.step()
+        whole = wait([rank.run.capture() for rank in (one, other)])[0]
+        one.run.capture(message="once more")  # the other has no such state
+        for rank in (one, other):
+            rank.step()
+        one.run.capture()
+        other.run.capture()
+        for rank in (one, other):
+            rank.repo.flush()
+        assert [state.uid for state in one.repo.log("trained")] == [whole.uid]
+        with pytest.raises(Conflict, match="after 2 steps of the optimizer"):
+            other.run.capture()
+
+
+def test_ranks_may_step_what_is_their_own_as_often_as_they_like(tmp_path: Path) -> None:
+    with ranks_of(tmp_path, None, 2) as both:
+        one, other = map(Trained, both)
+        for _ in range(3):
+            one.alone.step()
+        assert len({state.uid for state in wait([rank.run.capture() for rank in (one, other)])}) == 1
+
+
+def test_ranks_whose_captures_are_given_their_step_may_differ_in_updates(tmp_path: Path) -> None:
+    with ranks_of(tmp_path, None, 2) as both:
+        one, other = map(Trained, both)
+        one.step()
+        assert len({state.uid for state in wait([rank.run.capture(step=7) for rank in (one, other)])}) == 1
+
+
+def test_ranks_that_restored_a_state_have_drifted_no_more(tmp_path: Path) -> None:
+    with ranks_of(tmp_path, None, 2) as both:
+        one, other = map(Trained, both)
+        whole = wait([rank.run.capture() for rank in (one, other)], "durable")[0]
+        one.step()
+        for rank in (one, other):
+            rank.run.restore(whole)
+            rank.step()
+        assert len({state.uid for state in wait([rank.run.capture() for rank in (one, other)])}) == 1

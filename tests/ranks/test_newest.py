@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import pytest
@@ -9,8 +10,11 @@ import torch
 
 import datastates
 from datastates.errors import NotFound, Unavailable
+from datastates.lineage.states import State
 from datastates.ranks import SoloGroup, latest
+from datastates.store.tier import Reader
 from tests.support.jobs import Say, run
+from tests.support.thread_ranks import on_threads
 
 HERE = "tests.ranks.test_newest"
 
@@ -58,3 +62,24 @@ def test_ranks_pass_over_states_of_which_a_part_is_damaged_or_gone_together(tmp_
             latest(repo)
         with pytest.raises(NotFound):
             latest(repo, "nowhere")
+
+
+def test_a_part_that_one_rank_fails_to_read_for_any_reason_is_read_by_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with datastates.open(tmp_path, memory_bytes=64 << 20) as repo:
+        with repo.track(tracked={"x": torch.zeros(1000)}, rng=False) as run:
+            newest = run.capture().wait("durable")
+        open_part, tried = repo.core.tiers.open_part, list[int]()
+
+        def open_later(state: State, rank: int, **options: bool) -> tuple[Reader, int]:
+            tried.append(rank)
+            if len(tried) == 1:
+                raise OSError("the mount went away")
+            return open_part(state, rank, **options)
+
+        monkeypatch.setattr(repo.core.tiers, "open_part", open_later)
+        with caplog.at_level(logging.INFO, "datastates"):
+            found, _ = on_threads(2, lambda group: latest(repo, group=group))
+        assert found == [newest, newest]
+        assert "part 0 does not verify here: OSError: the mount went away" in caplog.text

@@ -129,6 +129,40 @@ def test_ranks_capture_go_back_fork_and_resume_as_one(tmp_path: Path) -> None:
     assert second[:3] + second[4:] == first[:3] + first[4:]
 
 
+def unlike_restores(folder: str, say: Say) -> None:
+    """Each of these is refused on every rank and changes nothing; then all restore one state, by its name or by its uid."""
+    me, weight = rank(), torch.zeros(3)
+    with datastates.open(folder, memory_bytes=64 << 20) as repo, repo.track(weight=weight, rng=False) as run:
+        for number in range(3):
+            weight.fill_(number)
+            newest = run.capture().wait()
+        tries: dict[str, dict[str, Any]] = {
+            "states": {"rev": f"main~{me}"},
+            "only": {"rev": "main~2", "only": "weight" if me else None},
+            "strict": {"rev": "main~2", "strict": not me},
+            "nowhere": {"rev": "nowhere" if me else "main~2"},
+        }
+        for name, given in tries.items():
+            try:
+                run.restore(**given)
+                say(name, "no error")
+            except DatastatesError as exc:
+                say(name, type(exc).__name__, str(exc))
+        say("untouched", weight.tolist())
+        run.restore(newest if me else "main")
+        say("restored", run.head == newest)
+
+
+def test_ranks_that_restore_unlike_states_or_on_unlike_terms_all_raise(tmp_path: Path) -> None:
+    first, second = run(2, f"{HERE}:unlike_restores", folder=str(tmp_path))
+    assert first[:3] == second[:3]
+    assert "the ranks of this job do not restore the same: the state is" in first[0]
+    assert "only is None on rank 0 and ['weight'] on rank 1" in first[1]
+    assert "strict is True on rank 0 and False on rank 1" in first[2]
+    assert first[3].startswith("nowhere NotFound rank 1 of 2 could not find the state")
+    assert first[4:] == second[4:] == ["untouched [2.0, 2.0, 2.0]", "restored True"]
+
+
 def one_dies(folder: str, say: Say) -> None:
     """Rank 1 dies before it comes to ``track``."""
     with datastates.open(folder, memory_bytes=64 << 20) as repo:
