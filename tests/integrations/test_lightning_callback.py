@@ -13,7 +13,7 @@ import torch
 pytest.importorskip("lightning")
 
 import lightning.pytorch as L
-from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch.callbacks import EarlyStopping, StochasticWeightAveraging
 from torch.utils.data import DataLoader
 
 import datastates
@@ -101,11 +101,77 @@ def test_a_training_by_steps_goes_on_with_more_steps(repo: Repository, tmp_path:
 @pytest.mark.in_turn("integrations")
 def test_captures_are_as_often_as_asked_for(repo: Repository, tmp_path: Path) -> None:
     fit(repo, tmp_path, branch="some", every=4)
-    assert [state.step for state in repo.log("some")] == [21, 20, 16, 12, 8, 4]
+    assert [state.step for state in repo.log("some")] == [21, 20, 16, 14, 12, 8, 7, 4], "every fourth, and those that were validated"
     fit(repo, tmp_path, branch="epochs", every=None)
     assert [state.step for state in repo.log("epochs")] == [21, 14, 7]
     fit(repo, tmp_path, branch="accumulated", accumulate_grad_batches=3)
     assert [state.step for state in repo.log("accumulated")] == list(range(9, 0, -1))
+
+
+class Validating(L.Callback):  # type: ignore[misc]  # Lightning is not looked at by mypy
+    """Notes what each validation finds, and at which step."""
+
+    def __init__(self) -> None:
+        self.found: dict[int, float] = {}
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        if not trainer.sanity_checking:
+            self.found[trainer.global_step] = trainer.callback_metrics["val_loss"].item()
+
+
+@pytest.mark.slow
+@pytest.mark.in_turn("integrations")
+def test_a_validated_step_is_a_state_however_seldom_captures_are(repo: Repository, tmp_path: Path) -> None:
+    noted = Validating()
+    fit(repo, tmp_path, every=5, val_check_interval=3, max_epochs=2, more=[noted])
+    assert sorted(noted.found) == [3, 6, 10, 13]
+    assert [state.step for state in repo.log("main")] == [14, 13, 10, 6, 5, 3]
+    assert {state.step: state.metrics["val_loss"] for state in repo.log("main") if "val_loss" in state.metrics} == noted.found
+    fit(repo, tmp_path, every=5, max_epochs=3)
+    assert [state.step for state in repo.log("main", limit=3)] == [21, 20, 15], "every fifth, wherever the training ended before"
+
+
+class Seldom(Automatic):
+    """It logs something in its third step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor | None:
+        if self.trainer.global_step == 2:
+            self.log("third", 3.0)
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.slow
+@pytest.mark.in_turn("integrations")
+def test_no_state_has_the_metrics_of_an_earlier_step(repo: Repository, tmp_path: Path) -> None:
+    fit(repo, tmp_path, module=Seldom, every=3, max_epochs=1)
+    assert ["third" in state.metrics for state in repo.log("main")] == [False, False, True]
+    fit(repo, tmp_path, module=Seldom, every=5, branch="seldom", max_epochs=1)
+    assert not any("third" in state.metrics for state in repo.log("seldom"))
+    noted = Validating()
+    fit(repo, tmp_path, branch="amid", accumulate_grad_batches=2, val_check_interval=3, max_epochs=1, more=[noted])
+    assert sorted(noted.found) == [1, 3], "one of them amid an accumulation, after the state whose weights it had"
+    assert [(state.step, state.metrics.get("val_loss")) for state in repo.log("amid")] == [
+        (4, None),
+        (3, noted.found[3]),
+        (2, None),
+        (1, None),
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.in_turn("integrations")
+def test_ends_of_epochs_are_captured_after_a_resume_and_no_other_steps(repo: Repository, tmp_path: Path) -> None:
+    fit(repo, tmp_path, every=None, max_epochs=1)
+    fit(repo, tmp_path, every=None, max_epochs=3)
+    assert [state.step for state in repo.log("main")] == [21, 14, 7]
+
+
+@pytest.mark.slow
+@pytest.mark.in_turn("integrations")
+def test_the_loss_of_a_step_is_not_the_share_that_was_accumulated(repo: Repository, tmp_path: Path) -> None:
+    fit(repo, tmp_path, accumulate_grad_batches=3, max_epochs=1)
+    for state in repo.log("main"):
+        assert state.metrics["loss"] == pytest.approx(state.metrics["train_loss"])
 
 
 class Remembering(Automatic):
@@ -222,6 +288,16 @@ def test_what_cannot_be_exact_is_said_at_the_start(repo: Repository, tmp_path: P
     assert len(said) == 1
     assert "is an iterator" in said[0]
     assert "reload_dataloaders_every_n_epochs=2" in said[0]
+
+
+@pytest.mark.slow
+@pytest.mark.in_turn("integrations")
+def test_a_schedule_of_averages_that_resumes_with_an_epoch_is_said(
+    repo: Repository, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "datastates"):
+        fit(repo, tmp_path, max_epochs=1, more=[StochasticWeightAveraging(swa_lrs=0.01)])
+    assert any("StochasticWeightAveraging takes up its schedule" in record.getMessage() for record in caplog.records)
 
 
 def test_nothing_is_said_of_what_is_exact(repo: Repository, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -88,8 +88,8 @@ class DatastatesCallback(Callback):  # type: ignore[misc]  # Lightning is not lo
         :param repo: the repository, or its folder, which is opened for each ``fit``.
         :param branch: the branch that captures move.
         :param start: the state from which a new branch forks.
-        :param every: capture every n-th step of the optimizers; None: at the end of each epoch. The end of the training is always
-            captured.
+        :param every: capture every n-th step of the optimizers; None: at the end of each epoch. A step after which Lightning validates
+            and the end of the training are always captured.
         :param config: the configuration of this training, in addition to the hyper-parameters of module and datamodule.
         :param options: as in ``Repository.track``.
         """
@@ -112,7 +112,7 @@ class DatastatesCallback(Callback):  # type: ignore[misc]  # Lightning is not lo
         self._val_check: float | None = None
         self._stepped, self._since, self._epoch = 0, 0, 0
         self._loss: torch.Tensor | None = None
-        self._is_epoch_new = self._is_trained = False
+        self._is_epoch_new = self._is_trained = self._is_validated = False
 
     @property
     def run(self) -> Tracker | None:
@@ -146,6 +146,14 @@ class DatastatesCallback(Callback):  # type: ignore[misc]  # Lightning is not lo
             return data.keep(loader) if trainer.training else loader
 
         trainer.strategy.process_dataloader = keep
+        end = trainer.fit_loop.on_run_end
+
+        def end_with_weights() -> None:
+            if self._run is not None:
+                self._fit.hold_weights()
+            end()
+
+        trainer.fit_loop.on_run_end = end_with_weights
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Track, and restore everything to where the branch stands."""
@@ -171,7 +179,8 @@ class DatastatesCallback(Callback):  # type: ignore[misc]  # Lightning is not lo
             start, options = self._begin_at(trainer.ckpt_path, options)
         own = ("trainer", "data") if trainer.world_size > 1 else ()  # logs, and the place in a share, differ between ranks
         self._run = self._repo.track(branch=self.branch, start=start, config=config, objects=objects, own=own, **options)  # type: ignore[arg-type]
-        self._stepped = trainer.global_step
+        self._stepped, self._since = trainer.global_step, self._fit.since
+        self._stop_again(trainer)
         if self._run.report is not None and any(path.split("/")[0] == "rng" for path in self._run.report.restored):
             self._rng = RngState().state_dict()
         if self._told is not None:
@@ -198,6 +207,10 @@ class DatastatesCallback(Callback):  # type: ignore[misc]  # Lightning is not lo
         """Note that a state before the next batch is of the end of an epoch."""
         self._is_epoch_new = True
 
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        """Note that the state before the next batch has the metrics of a validation."""
+        self._is_validated = self._run is not None and not trainer.sanity_checking
+
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Note what the state of this step will record."""
         if not self._is_trained and self._data is not None:
@@ -205,7 +218,8 @@ class DatastatesCallback(Callback):  # type: ignore[misc]  # Lightning is not lo
                 each.claim(is_resumable=False)
         self._is_trained, self._epoch = True, trainer.current_epoch
         found = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
-        self._loss = found.detach() if isinstance(found, torch.Tensor) and found.numel() == 1 else None
+        share = trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1  # Lightning has divided the loss by it
+        self._loss = found.detach() * share if isinstance(found, torch.Tensor) and found.numel() == 1 else None
 
     # --- states ------------------------------------------------------------------------------------------------------------
 
@@ -215,33 +229,48 @@ class DatastatesCallback(Callback):  # type: ignore[misc]  # Lightning is not lo
             return
         if self._val_check is not None:
             trainer.val_check_batch, self._val_check = self._val_check, None
+        is_epoch_new, is_validated = self._is_epoch_new, self._is_validated
+        self._is_epoch_new = self._is_validated = False
         if self._rng is not None:
             if not is_catching_up:
                 RngState().load_state_dict(self._rng)
                 self._rng = None
             return
-        has_stepped, is_epoch_new = trainer.global_step != self._stepped, self._is_epoch_new
-        self._stepped, self._is_epoch_new = trainer.global_step, False
-        self._since += has_stepped
-        if self._is_trained and (is_epoch_new if self.every is None else self._since >= self.every and has_stepped):
+        has_stepped = self._count(trainer)
+        is_due = is_epoch_new if self.every is None else has_stepped and self._since == 0
+        if self._is_trained and (is_due or (has_stepped and is_validated)):
             self._capture(trainer, self._run)
+        elif has_stepped or is_validated:
+            self._metrics.fresh()  # they are of no later state
+
+    def _count(self, trainer: Any) -> bool:
+        """Whether the optimizers have stepped since the last call; if so, count it."""
+        has_stepped = bool(trainer.global_step != self._stepped)
+        self._stepped = trainer.global_step
+        if self.every is not None:
+            self._since = (self._since + has_stepped) % self.every
+        return has_stepped
 
     def _capture(self, trainer: Any, run: Tracker) -> None:
-        self._since, self._is_trained = 0, False
+        self._is_trained = False
         found = self._metrics.fresh()
         if self._loss is not None:
             found.setdefault("loss", self._loss)
         metrics = {name: float(value) for name, value in found.items()}
-        self._fit.metrics.update((name, (metrics[name], str(found[name].dtype).removeprefix("torch."))) for name in metrics)
+        self._fit.metrics = {name: (float(value), str(value.dtype).removeprefix("torch.")) for name, value in self._metrics.all().items()}
+        self._fit.since = self._since
         self.newest = run.capture(step=trainer.global_step, metrics=metrics, attributes={"epoch": self._epoch})
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Capture the end of the training."""
-        if self._run is None or self._data is None or not (self._is_trained or self._since):
+        if self._run is None or self._data is None:
             return
-        self._fit.is_within = trainer.max_steps != -1 and not _is_over(trainer)
-        self._fit.is_between = self._data.is_between = not self._fit.is_within
-        self._capture(trainer, self._run)
+        self._count(trainer)
+        if self._is_trained:
+            self._fit.is_within = not _is_over(trainer)
+            self._fit.is_between = self._data.is_between = not self._fit.is_within
+            self._capture(trainer, self._run)
+        self._fit.release_weights()
 
     def state_dict(self) -> dict[str, Any]:
         """The random numbers and the place in the data, which checkpoints that others write lack."""
@@ -255,7 +284,8 @@ class DatastatesCallback(Callback):  # type: ignore[misc]  # Lightning is not lo
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Have the fit that begins continue with the random numbers and the data of a checkpoint."""
-        self._told = state_dict
+        if self._data is not None:  # no fit begins where Lightning validates, tests or predicts
+            self._told = state_dict
 
     # --- the end -----------------------------------------------------------------------------------------------------------
 
@@ -276,6 +306,7 @@ class DatastatesCallback(Callback):  # type: ignore[misc]  # Lightning is not lo
         repo, self._repo = self._repo, None
         if data is not None:
             vars(trainer.strategy).pop("process_dataloader", None)
+            vars(trainer.fit_loop).pop("on_run_end", None)
         try:
             if run is not None:
                 run.__exit__(None if exception is None else type(exception), exception, None)
@@ -283,6 +314,17 @@ class DatastatesCallback(Callback):  # type: ignore[misc]  # Lightning is not lo
             self._begin_anew()
             if repo is not None and repo is not self._given:
                 repo.close()
+
+    def _stop_again(self, trainer: Any) -> None:
+        """Leave a training stopped that one of its callbacks had stopped: they look at their own state only after another step."""
+        stoppers = self._fit.stoppers()
+        if trainer.strategy.reduce_boolean_decision(bool(stoppers), all=False):
+            trainer.should_stop = True
+            _logger.info(
+                "branch %s: %s has stopped this training: leave it out, or give a Timer more time, to go on",
+                self.branch,
+                ", ".join(stoppers) or "a callback",
+            )
 
     def _begin_at(self, path: object, options: dict[str, Any]) -> tuple[State | None, dict[str, Any]]:
         """Where a fit begins that Lightning restores by ``ckpt_path``: if that names a state of this repository, the branch forks there."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from .framework import Callback, LightningModule, version
+from .framework import Callback, EarlyStopping, LightningModule, StochasticWeightAveraging, Timer, WeightAveraging, version
 
 __all__ = ["Fit", "Metrics"]
 
@@ -22,6 +22,9 @@ class Fit:
         self._trainer, self._own = trainer, own
         self.metrics: dict[str, tuple[float, str]] = {}
         self.is_between = self.is_within = self.is_restored = False
+        self.since = 0
+        self._accumulates = self._made_to_accumulate = trainer.accumulate_grad_batches
+        self._weights: Mapping[str, Any] | None = None
 
     def state_dict(self) -> dict[str, object]:
         """Plain values, and the states of callbacks and hooks."""
@@ -34,11 +37,14 @@ class Fit:
             "added": self._added(),
             "metrics": {name: list(found) for name, found in self.metrics.items()},
             "accumulate": trainer.accumulate_grad_batches,
+            "made_to_accumulate": self._made_to_accumulate,
             "is_between": self.is_between,
+            "since": self.since,
+            **({} if self._weights is None else {"weights": self._weights}),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Put everything back but the metrics, which Lightning clears before it trains."""
+        """Put everything back that the Trainer leaves alone until it trains; ``begin`` does the rest."""
         trainer = self._trainer
         self._hand_over(state["added"])
         for each in self._others():
@@ -50,18 +56,40 @@ class Fit:
         trainer.fit_loop.load_state_dict(deepcopy(state["loops"]))
         self.metrics = {name: (value, dtype) for name, (value, dtype) in state["metrics"].items()}
         self.is_between, self.is_restored = state["is_between"], True
-        trainer.accumulate_grad_batches = state["accumulate"]
+        self.since, self._weights = state.get("since", 0), state.get("weights")
+        if state.get("made_to_accumulate", self._made_to_accumulate) == self._made_to_accumulate:
+            self._accumulates = state["accumulate"]  # otherwise the Trainer was made with another number, which is to be obeyed
 
     def begin(self) -> None:
-        """Put back what Lightning cleared meanwhile; called when it is about to train."""
+        """Put back what Lightning cleared meanwhile, and what only a training needs; called when it is about to train."""
         if not self.is_restored:
             return
         if self.is_between:
             self._trainer.fit_loop.epoch_loop.restarting = False  # otherwise a training by steps would go on in an epoch that is over
             self.is_between = False
+        if self._weights is not None:
+            module = self._trainer.lightning_module
+            module.load_state_dict(self._weights, strict=module.strict_loading)
+            self._weights = None
+        self._trainer.accumulate_grad_batches = self._accumulates
         found, device = self._trainer.callback_metrics, self._trainer.lightning_module.device
         for name, (value, dtype) in self.metrics.items():
             found[name] = torch.tensor(value, dtype=getattr(torch, dtype), device=device)
+
+    def hold_weights(self) -> None:
+        """Keep the weights for the next capture if the end of the training puts their average in their place: more epochs begin with
+        them.
+        """
+        if any(isinstance(each, WeightAveraging | StochasticWeightAveraging) for each in self._others()):
+            self._weights = deepcopy(self._trainer.lightning_module.state_dict())
+
+    def release_weights(self) -> None:
+        """Keep them no longer."""
+        self._weights = None
+
+    def stoppers(self) -> list[str]:
+        """The callbacks that have told the training to stop."""
+        return [type(each).__name__ for each in self._others() if self.is_restored and _has_stopped(each)]
 
     def _loops(self) -> dict[str, object]:
         state: dict[str, Any] = self._trainer.fit_loop.state_dict()
@@ -71,7 +99,7 @@ class Fit:
         return state
 
     def _take_back(self, epochs: dict[str, dict[str, int]]) -> None:
-        """Uncount an epoch that ``max_steps`` ended: Lightning counts it as done, and a run with a higher ``max_steps`` goes on in it."""
+        """Uncount an epoch within which the training ended: Lightning counts it as done, and a run that goes on begins with its rest."""
         for count in epochs.values():
             for name in ("processed", "completed"):
                 count[name] -= 1
@@ -80,19 +108,19 @@ class Fit:
         return (each for each in self._trainer.callbacks if each is not self._own)
 
     def _added(self) -> dict[str, object]:
-        """The entries that hooks on checkpoints add to one."""
+        """The entries that hooks on checkpoints add to one, or replace."""
         trainer, module = self._trainer, self._trainer.lightning_module
         hooked = [each for each in self._others() if type(each).on_save_checkpoint is not Callback.on_save_checkpoint]
         is_hooked = type(module).on_save_checkpoint is not LightningModule.on_save_checkpoint
         if not hooked and not is_hooked:
             return {}
-        checkpoint = self._checkpoint()
-        usual = checkpoint.keys() | set()
+        usual = self._checkpoint()
+        checkpoint = {**usual}
         for each in hooked:
             each.on_save_checkpoint(trainer, module, checkpoint)
         if is_hooked:
             module.on_save_checkpoint(checkpoint)
-        return {key: value for key, value in checkpoint.items() if key not in usual}
+        return {key: value for key, value in checkpoint.items() if key not in usual or value is not usual[key]}
 
     def _hand_over(self, added: Mapping[str, Any]) -> None:
         """Call the hooks that take from a checkpoint what others put there."""
@@ -127,13 +155,22 @@ class Metrics:
         return {name: value.detach() for name, value in found if isinstance(value, torch.Tensor) and value.numel() == 1}
 
     def fresh(self) -> dict[str, torch.Tensor]:
-        """The numbers that were logged since the last call. Lightning keeps the others as they are, such as those of the last
-        validation.
+        """The numbers that were logged since the last call. Lightning keeps the others, such as those of the last validation, and gives
+        them anew, but not in other memory.
         """
-        found = dict(self._trainer.callback_metrics)
-        fresh = {name: value for name, value in found.items() if self._seen.get(name) is not value}
+        found = self.all()
+        fresh = {name: value for name, value in found.items() if name not in self._seen or self._seen[name].data_ptr() != value.data_ptr()}
         self._seen = found
-        return {name: value for name, value in fresh.items() if isinstance(value, torch.Tensor) and value.numel() == 1}
+        return fresh
+
+
+def _has_stopped(callback: object) -> bool:
+    if isinstance(callback, EarlyStopping):
+        return bool(callback.stopping_reason.value)
+    if isinstance(callback, Timer):
+        left: float | None = callback.time_remaining()
+        return left is not None and left <= 0
+    return False
 
 
 def _by_name(owner: Any) -> dict[str, Any]:

@@ -7,7 +7,19 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
-__all__ = ["NAME", "Callback", "CheckpointIO", "DDPStrategy", "LightningModule", "TorchCheckpointIO", "version"]
+__all__ = [
+    "NAME",
+    "Callback",
+    "CheckpointIO",
+    "DDPStrategy",
+    "EarlyStopping",
+    "LightningModule",
+    "StochasticWeightAveraging",
+    "Timer",
+    "TorchCheckpointIO",
+    "WeightAveraging",
+    "version",
+]
 
 
 def _name() -> str:
@@ -24,10 +36,15 @@ def _name() -> str:
 NAME = _name()
 
 _pytorch: Any = import_module(NAME)
+_callbacks: Any = import_module(f"{NAME}.callbacks")
 _io: Any = import_module(f"{NAME}.plugins.io")
 
 Callback: Any = _pytorch.Callback
 LightningModule: Any = _pytorch.LightningModule
+EarlyStopping: Any = _callbacks.EarlyStopping
+StochasticWeightAveraging: Any = _callbacks.StochasticWeightAveraging
+Timer: Any = _callbacks.Timer
+WeightAveraging: Any = _callbacks.WeightAveraging
 DDPStrategy: Any = import_module(f"{NAME}.strategies").DDPStrategy
 CheckpointIO: Any = _io.CheckpointIO
 TorchCheckpointIO: Any = _io.TorchCheckpointIO

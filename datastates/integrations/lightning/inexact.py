@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from .data import KeptLoader
+from .framework import StochasticWeightAveraging
 
 __all__ = ["inexact"]
 
@@ -38,6 +39,8 @@ def _of_loop(trainer: Any, module: Any) -> Iterator[str]:
         yield "training_step takes dataloader_iter, so states are taken in the middle of a step: take the batch"
     if getattr(trainer, "_val_check_time_interval", None) is not None:
         yield "val_check_interval is a time, and the clock is not restored: give a count of batches"
+    if any(isinstance(each, StochasticWeightAveraging) for each in trainer.callbacks):
+        yield "StochasticWeightAveraging takes up its schedule only at the beginning of an epoch: resume there (every=None)"
     finetuning = [
         type(each).__name__ for each in trainer.callbacks if any(kind.__name__ == "BaseFinetuning" for kind in type(each).__mro__)
     ]
