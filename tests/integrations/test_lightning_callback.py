@@ -292,12 +292,10 @@ def test_what_cannot_be_exact_is_said_at_the_start(repo: Repository, tmp_path: P
 
 @pytest.mark.slow
 @pytest.mark.in_turn("integrations")
-def test_a_schedule_of_averages_that_resumes_with_an_epoch_is_said(
-    repo: Repository, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_stochastic_weight_averaging_is_said_to_be_inexact(repo: Repository, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "datastates"):
         fit(repo, tmp_path, max_epochs=1, more=[StochasticWeightAveraging(swa_lrs=0.01)])
-    assert any("StochasticWeightAveraging takes up its schedule" in record.getMessage() for record in caplog.records)
+    assert any("StochasticWeightAveraging has a schedule of its own" in record.getMessage() for record in caplog.records)
 
 
 def test_nothing_is_said_of_what_is_exact(repo: Repository, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -101,13 +102,15 @@ def test_an_epoch_within_which_a_training_was_stopped_goes_on_with_its_rest(repo
     assert first + rest == whole
 
 
-def test_a_training_that_early_stopping_ended_stays_ended(repo: Repository, tmp_path: Path) -> None:
+def test_a_training_that_early_stopping_ended_stays_ended(repo: Repository, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def stopping() -> Any:
         return EarlyStopping("val_loss", patience=1, min_delta=10.0)
 
     fit(repo, tmp_path, stopping(), max_epochs=9, validation=VALIDATED)
     assert repo.state("main").step == 2 * BATCHES
+    caplog.set_level(logging.INFO, "datastates")
     assert fit(repo, tmp_path, stopping(), max_epochs=9, validation=VALIDATED)[0] == []
+    assert "branch main: EarlyStopping has stopped this training" in caplog.text
     assert fit(repo, tmp_path, max_epochs=3)[0] != [], "without it the training goes on"
 
 

@@ -24,6 +24,7 @@ from datastates.policy.contract import Policy
 from datastates.policy.retention import Retention
 from datastates.repository import Repository
 from datastates.repository import open as open_repository
+from datastates.system.notices import say
 from datastates.tracking.configuration import configuration
 from datastates.tracking.tracker import Tracker
 
@@ -320,11 +321,8 @@ class DatastatesCallback(Callback):  # type: ignore[misc]  # Lightning is not lo
         stoppers = self._fit.stoppers()
         if trainer.strategy.reduce_boolean_decision(bool(stoppers), all=False):
             trainer.should_stop = True
-            _logger.info(
-                "branch %s: %s has stopped this training: leave it out, or give a Timer more time, to go on",
-                self.branch,
-                ", ".join(stoppers) or "a callback",
-            )
+            who = ", ".join(stoppers) or "a callback"
+            say(f"branch {self.branch}: {who} has stopped this training: to go on, leave it out, or give a Timer more time")
 
     def _begin_at(self, path: object, options: dict[str, Any]) -> tuple[State | None, dict[str, Any]]:
         """Where a fit begins that Lightning restores by ``ckpt_path``: if that names a state of this repository, the branch forks there."""

@@ -40,7 +40,7 @@ def _of_loop(trainer: Any, module: Any) -> Iterator[str]:
     if getattr(trainer, "_val_check_time_interval", None) is not None:
         yield "val_check_interval is a time, and the clock is not restored: give a count of batches"
     if any(isinstance(each, StochasticWeightAveraging) for each in trainer.callbacks):
-        yield "StochasticWeightAveraging takes up its schedule only at the beginning of an epoch: resume there (every=None)"
+        yield "StochasticWeightAveraging has a schedule of its own, which a resumed training does not always repeat: use WeightAveraging"
     finetuning = [
         type(each).__name__ for each in trainer.callbacks if any(kind.__name__ == "BaseFinetuning" for kind in type(each).__mro__)
     ]
