@@ -24,19 +24,13 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, get_state_dict, set_state_dict
 
 import datastates
-from datastates import Config, Conflict, InvalidInput, NotFound, Repository, Unsupported
+from datastates import Conflict, InvalidInput, NotFound, Repository, Unsupported
 from datastates.integrations import kept
 from datastates.integrations.dcp import Reader, Writer
 from tests.integrations.checkpoints import assert_same, build, saved
 
 dcp: Any = torch.distributed.checkpoint  # type checkers are told that it exports nothing
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
-
-
-@pytest.fixture
-def repo(tmp_path: Path) -> Iterator[Repository]:
-    with datastates.open(tmp_path / "runs", config=Config(memory_bytes=64 << 20, durable_interval_s=None)) as opened:
-        yield opened
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +14,12 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
-import datastates
-from datastates import Config, InvalidInput, Repository
+from datastates import InvalidInput, Repository
 from datastates.integrations.dcp import Reader, Stateful, Writer
 from tests.integrations.checkpoints import assert_same, build, saved
 
 dcp: Any = torch.distributed.checkpoint  # type checkers are told that it exports nothing
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
-
-
-@pytest.fixture
-def repo(tmp_path: Path) -> Iterator[Repository]:
-    with datastates.open(tmp_path / "runs", config=Config(memory_bytes=64 << 20, durable_interval_s=None)) as opened:
-        yield opened
 
 
 def test_stateful_makes_the_state_of_an_optimizer_that_has_not_stepped(repo: Repository) -> None:

@@ -17,19 +17,13 @@ from lightning.pytorch.callbacks import EarlyStopping, StochasticWeightAveraging
 from torch.utils.data import DataLoader
 
 import datastates
-from datastates import Config, Repository
+from datastates import Repository
 from datastates.errors import Conflict, InvalidInput, Unsupported
 from datastates.integrations.lightning import DatastatesCallback
 from datastates.integrations.lightning.data import Data
 from tests.integrations.lightning_jobs import BATCHES, Automatic, Items, Plateau, trainer_of
 
 pytestmark = [pytest.mark.filterwarnings(f"ignore::{kind}") for kind in ("UserWarning", "FutureWarning", "DeprecationWarning")]
-
-
-@pytest.fixture
-def repo(tmp_path: Path) -> Any:
-    with datastates.open(tmp_path / "runs", config=Config(memory_bytes=64 << 20, durable_interval_s=None)) as opened:
-        yield opened
 
 
 def fit(

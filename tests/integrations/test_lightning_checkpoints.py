@@ -13,8 +13,7 @@ pytest.importorskip("lightning")
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch.utils.data import DataLoader
 
-import datastates
-from datastates import Config, Repository
+from datastates import Repository
 from datastates.errors import Conflict, InvalidInput, NotFound, Unsupported
 from datastates.integrations.lightning import DatastatesCallback, DatastatesCheckpointIO
 from tests.integrations.lightning_jobs import BATCHES, Automatic, Items, trainer_of
@@ -24,12 +23,6 @@ pytestmark = [
     pytest.mark.in_turn("integrations"),
     *(pytest.mark.filterwarnings(f"ignore::{kind}") for kind in ("UserWarning", "FutureWarning", "DeprecationWarning")),
 ]
-
-
-@pytest.fixture
-def repo(tmp_path: Path) -> Any:
-    with datastates.open(tmp_path / "runs", config=Config(memory_bytes=64 << 20, durable_interval_s=None)) as opened:
-        yield opened
 
 
 class Fitted:

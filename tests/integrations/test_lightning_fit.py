@@ -23,8 +23,7 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from torch.utils.data import DataLoader
 
-import datastates
-from datastates import Config, Repository
+from datastates import Repository
 from datastates.integrations.lightning import DatastatesCallback, DatastatesCheckpointIO
 from datastates.integrations.lightning.fit import Fit
 from tests.integrations.lightning_jobs import BATCHES, Automatic, Items, trainer_of
@@ -36,12 +35,6 @@ pytestmark = [
 ]
 
 VALIDATED = DataLoader(Items(), batch_size=13)
-
-
-@pytest.fixture
-def repo(tmp_path: Path) -> Any:
-    with datastates.open(tmp_path / "runs", config=Config(memory_bytes=64 << 20, durable_interval_s=None)) as opened:
-        yield opened
 
 
 class Stopping(L.Callback):  # type: ignore[misc]  # Lightning is not looked at by mypy

@@ -16,7 +16,7 @@ from datastates.errors import Conflict, InvalidInput, Unsupported
 from datastates.integrations.transformers import DatastatesCallback
 from tests.capture.build import Gate, held_back
 
-from .trainers import Net, Noisy, StopAt, Stream, Told, losses, trainer
+from .trainers import Net, Noisy, StopAt, Stream, Told, losses
 
 in_turn = pytest.mark.in_turn("integrations")
 
@@ -40,14 +40,6 @@ class Held(TrainerCallback):  # type: ignore[misc]  # mypy is told to skip trans
 def repo(tmp_path: Path) -> Iterator[datastates.Repository]:
     with datastates.open(tmp_path / "runs") as opened:
         yield opened
-
-
-@pytest.fixture
-def make(tmp_path: Path) -> Callable[..., Told]:
-    def made(*callbacks: Any, **options: Any) -> Told:
-        return trainer(tmp_path / "out", callbacks=callbacks, **options)
-
-    return made
 
 
 def rates(made: Told) -> list[float]:

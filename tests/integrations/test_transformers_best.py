@@ -14,7 +14,7 @@ from transformers import TrainerCallback
 import datastates
 from datastates.integrations.transformers import DatastatesCallback
 
-from .trainers import StopAt, Stream, Told, losses, trainer
+from .trainers import StopAt, Stream, Told, losses
 
 in_turn = pytest.mark.in_turn("integrations")
 
@@ -28,14 +28,6 @@ JUDGED = {
 def repo(tmp_path: Path) -> Iterator[datastates.Repository]:
     with datastates.open(tmp_path / "runs") as opened:
         yield opened
-
-
-@pytest.fixture
-def make(tmp_path: Path) -> Callable[..., Told]:
-    def made(*callbacks: Any, **options: Any) -> Told:
-        return trainer(tmp_path / "out", callbacks=callbacks, **options)
-
-    return made
 
 
 # --- the best model ----------------------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,16 @@ class Stubborn:
             raise RuntimeError("rank 1 will not have it")
 
 
+def try_each(call: Callable[..., object], tries: Mapping[str, Mapping[str, Any]], say: Say) -> None:
+    """Call it with each of these arguments, and say which error that raises."""
+    for name, given in tries.items():
+        try:
+            call(**given)
+            say(name, "no error")
+        except DatastatesError as exc:
+            say(name, type(exc).__name__, str(exc))
+
+
 def disagreements(folder: str, say: Say) -> None:
     """Each of these is refused on every rank; then the same repository is tracked as it should be."""
     me, model = rank(), model_of()
@@ -53,12 +63,7 @@ def disagreements(folder: str, say: Say) -> None:
             "replicas": {"model": model_of(me)},
             "reduce": {"model": model, "reduce": "max" if me else "mean"},
         }
-        for name, given in tries.items():
-            try:
-                repo.track(**given)
-                say(name, "no error")
-            except DatastatesError as exc:
-                say(name, type(exc).__name__, str(exc))
+        try_each(repo.track, tries, say)
         with repo.track(model=model) as run, pytest.raises(Unsupported, match=r"run\.guard"):
             run.guard()
         with repo.track(branch="unlike", model=model_of(me), check=None) as run:
@@ -142,12 +147,7 @@ def unlike_restores(folder: str, say: Say) -> None:
             "strict": {"rev": "main~2", "strict": not me},
             "nowhere": {"rev": "nowhere" if me else "main~2"},
         }
-        for name, given in tries.items():
-            try:
-                run.restore(**given)
-                say(name, "no error")
-            except DatastatesError as exc:
-                say(name, type(exc).__name__, str(exc))
+        try_each(run.restore, tries, say)
         say("untouched", weight.tolist())
         run.restore(newest if me else "main")
         say("restored", run.head == newest)
