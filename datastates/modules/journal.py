@@ -24,7 +24,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from datastates.errors import Conflict, DatastatesError, InvalidInput, NotFound, Unavailable
+from datastates.errors import Conflict, DatastatesError, NotFound, Unavailable
 from datastates.lineage.change import clones, parts, runs
 from datastates.lineage.change import record as lineage_record
 from datastates.lineage.change.replicas import held
@@ -366,26 +366,27 @@ class Journal:
     def _tell_each(self, entries: Sequence[Entry], told: dict[str, State | None], refused: dict[str, Exception]) -> None:
         """Record all entries in one transaction; if that fails, record them one by one, to find those that cannot be recorded."""
         if len(entries) > 1:
-            with suppress(Conflict, NotFound, InvalidInput):
+            try:
                 told.update(self._tell_or_recall(entries))
-                return
+                return  # noqa: TRY300 # an else would say no more
+            except Unavailable:
+                raise
+            except Exception as error:  # whatever refuses one of them
+                _logger.debug("%d states are recorded one by one: %r", len(entries), error)
         for entry in entries:
-            new = entry.new
-            if entry.rank is None and new.facts.parent in refused:
-                refused[new.uid] = refused[new.facts.parent]
+            if entry.rank is None and entry.new.facts.parent in refused:
+                refused[entry.new.uid] = refused[entry.new.facts.parent]
                 continue
             try:
                 told.update(self._tell_or_recall([entry]))
             except Unavailable:
                 raise
             except Exception as error:  # whatever refuses this state: its handle raises it, and the others are recorded
-                refused[new.uid] = error
+                refused[entry.new.uid] = error
 
     def _wait(self, entry: Entry) -> None:
         if len(self._waiting) >= _MOST_WAITING:
-            raise Unavailable(
-                f"{len(self._waiting)} states wait to be recorded, and the lineage does not answer ({self._why}): bring it back"
-            )
+            raise Unavailable(f"{_MOST_WAITING} states wait to be recorded, and the lineage does not answer ({self._why}): bring it back")
         self._waiting[entry.new.uid] = entry
 
     def _note_away(self, error: Unavailable) -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import socket
+from contextlib import suppress
 from pathlib import Path
 
 from datastates.lineage.states import Run, Value
 
-__all__ = ["NODE", "PROCESS", "is_running", "node_id", "whereabouts"]
+__all__ = ["NODE", "PROCESS", "is_running", "network_id", "node_id", "whereabouts"]
 
 NODE = "datastates.node"
 """The key in the record of a run for the boot of the machine on which it ran."""
@@ -20,6 +21,14 @@ PROCESS = "datastates.process"
 def node_id() -> str:
     """An id of this machine until its next boot, the same in all its containers; its name, if the kernel does not tell."""
     return _boot() or socket.gethostname()
+
+
+def network_id() -> str:
+    """An id of this machine and of its network as this process sees it: processes with the same one reach each other on 127.0.0.1."""
+    network = ""
+    with suppress(OSError):
+        network = os.readlink("/proc/self/ns/net")
+    return f"{node_id()} {network}"
 
 
 def whereabouts() -> dict[str, Value]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-import socket
 from collections.abc import Mapping
 from typing import Protocol
 
@@ -15,6 +14,7 @@ from datastates.clone.transfer import Cloned
 from datastates.errors import InvalidInput, Unavailable
 from datastates.lineage.states import State
 from datastates.opening.core import Opened
+from datastates.opening.whereabouts import network_id
 from datastates.transport.clone import groups as meeting
 from datastates.transport.clone import torch_groups as torch_meeting
 from datastates.transport.failures import describe, revive
@@ -77,9 +77,9 @@ class _Broadcasting(meeting.Group):
         """
         if not 0 <= root < self.size:
             raise InvalidInput(f"rank {root} cannot be the root of a group of {self.size}")
-        hosts = self.exchange(socket.gethostname().encode())
+        networks = self.exchange(network_id().encode())
         if self.rank == root:
-            self._give(repo, rev, is_one_host=len(set(hosts)) == 1, root=root, timeout_s=timeout_s, data=data)
+            self._give(repo, rev, is_one_host=len(set(networks)) == 1, root=root, timeout_s=timeout_s, data=data)
             return None
         return self._take(repo, into, root=root, timeout_s=timeout_s, data=data)
 
@@ -137,7 +137,8 @@ class MPIGroup(_Broadcasting, meeting.MPIGroup):
 
 
 class TorchGroup(_Broadcasting, torch_meeting.TorchGroup):
-    """The ranks of torch.distributed, all of them or those of ``of``; making one is collective among all ranks of the job.
+    """The ranks of torch.distributed, all of them or those of ``of``; making one is collective among these ranks.
 
-    :raises InvalidInput: torch.distributed is not initialised, or this process is not in ``of``.
+    :raises InvalidInput: torch.distributed is not initialised, or ``of`` is not one of its groups, or this process is not in it.
+    :raises Unavailable: a rank did not come, or cannot be connected to.
     """

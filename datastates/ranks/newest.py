@@ -19,7 +19,7 @@ from datastates.store.reading import of_state
 from datastates.system.logs import event
 from datastates.tracking.belonging import find
 from datastates.tracking.together import Together
-from datastates.transport.clone.groups import Group
+from datastates.transport.clone.groups import Group, group_of
 from datastates.transport.clone.meeting import Meeting
 
 __all__ = ["latest"]
@@ -43,7 +43,7 @@ def latest(repo: Opened, branch: str = "main", *, group: Group | None = None) ->
     :raises NotFound: there is no such branch.
     :raises Unavailable: none of its states verifies.
     """
-    core, ranks = core_of(repo), Together(find() if group is None else group)
+    core, ranks = core_of(repo), Together(find() if group is None else group_of(group, "group"))
     uid = ranks.first("find the branch", partial(_head, core, branch), str)
     while uid:
         with ranks.united("look at a state"):

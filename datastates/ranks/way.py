@@ -20,7 +20,7 @@ from datastates.opening.whereabouts import node_id
 from datastates.system import masking
 from datastates.tracking.belonging import find
 from datastates.tracking.together import Together
-from datastates.transport.clone.groups import Group
+from datastates.transport.clone.groups import Group, group_of
 from datastates.transport.session.passage import Gate, Passage
 
 __all__ = ["reach"]
@@ -34,8 +34,10 @@ _CONNECTIONS = 40
 _PATIENCE_S = 60.0
 """How many seconds a rank through which others go waits at the end until they have left."""
 
-_SOCKET = ".s.PGSQL.5432"
-"""The name that PostgreSQL's own library gives a socket in a folder."""
+_PORT = "5432"
+
+_SOCKET = f".s.PGSQL.{_PORT}"
+"""The name that PostgreSQL's own library gives a socket in a folder, for this port."""
 
 _ENCRYPTED = ("require", "verify-ca", "verify-full")
 
@@ -62,10 +64,11 @@ def reach(url: str, *, group: Group | None = None) -> Iterator[str]:
 
     :param group: the ranks; None: those of this job, as ``track`` finds them.
     :raises Unavailable: no rank can reach the database, or this rank can reach none of those that can.
-    :raises InvalidInput: the URL asks for TLS, which ends at the server and does not go through a rank; or opening refuses it.
+    :raises InvalidInput: the URL, or PostgreSQL's settings on this node, ask for TLS, which ends at the server and does not go through a
+        rank; or opening refuses the URL.
     """
     text = values.path(url, "url")
-    ranks = Together(find() if group is None else group)
+    ranks = Together(find() if group is None else group_of(group, "group"))
     if ranks.size == 1 or "://" not in text:
         yield text
         return
@@ -126,10 +129,12 @@ def _gates(ranks: Together, server: tuple[str, int] | str | None, why: str, stac
 
 def _through(url: URL, gates: list[_Gate], key: bytes, why: str, stack: ExitStack) -> str:
     """The URL of a way through one of the gates."""
-    if url.query.get("sslmode") in _ENCRYPTED:
+    sslmode = _sslmode(url)
+    if sslmode in _ENCRYPTED:
         raise InvalidInput(
-            f"{masking.text(url.render_as_string())} asks for sslmode={url.query['sslmode']}, and this rank reaches the database only"
-            " through another one, where TLS does not go: let this node reach the database, or leave sslmode out on a private network"
+            f"{masking.text(url.render_as_string())} asks for sslmode={sslmode}, by itself or with this node's settings (PGSSLMODE, a"
+            " service, PGSSLROOTCERT), and this rank reaches the database only through another one, where TLS does not go: let this node"
+            " reach the database, or set sslmode=prefer in the URL on a private network"
         )
     places = [(host, gate.port) for gate in gates for host in (*gate.hosts, *(["127.0.0.1"] if gate.node == node_id() else []))]
     passage = Passage(places, key, name=_SOCKET)
@@ -137,8 +142,25 @@ def _through(url: URL, gates: list[_Gate], key: bytes, why: str, stack: ExitStac
     if not passage.is_open():
         tried = ", ".join(f"{host}:{port}" for host, port in places)
         raise Unavailable(f"this rank reaches neither the database ({why}) nor a rank that does ({tried}): open one of these ways")
-    query = {key: value for key, value in url.query.items() if key not in ("host", "hostaddr", "port")}
-    return url.set(host=None, port=None, query={**query, "host": str(passage.folder)}).render_as_string(hide_password=False)
+    query = {**_query(url), "host": str(passage.folder), "port": _PORT}
+    return url.set(host=None, port=None, query=query).render_as_string(hide_password=False)
+
+
+def _sslmode(url: URL) -> str:
+    """The mode that PostgreSQL's own library takes for this URL, with this node's environment and file of services."""
+    from psycopg import conninfo, pq
+
+    nowhere = {**_query(url), "host": "/", "port": _PORT}  # the library says what it takes once it has tried to connect
+    tried = pq.PGconn.connect_start(conninfo.make_conninfo(**nowhere).encode())
+    try:
+        return next((option.val or b"").decode() for option in tried.info if option.keyword == b"sslmode")
+    finally:
+        tried.finish()
+
+
+def _query(url: URL) -> dict[str, Any]:
+    """What the URL says after its question mark, except where the server is."""
+    return {key: value for key, value in url.query.items() if key not in ("host", "hostaddr", "port")}
 
 
 def _hosts() -> tuple[str, ...]:

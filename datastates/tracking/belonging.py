@@ -10,7 +10,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from datastates.errors import InvalidInput
-from datastates.transport.clone.groups import Group, MPIGroup, SoloGroup
+from datastates.transport.clone.groups import Group, MPIGroup, SoloGroup, group_of
 from datastates.transport.clone.torch_groups import TorchGroup, initialized
 
 __all__ = ["find", "using"]
@@ -36,7 +36,7 @@ def using(group: Group) -> Iterator[Group]:
 
     It applies to this thread only.
     """
-    token = _in_force.set(group)
+    token = _in_force.set(group_of(group, "group"))
     try:
         yield group
     finally:

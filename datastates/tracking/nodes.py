@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-from contextlib import suppress
 from dataclasses import dataclass
 
 import msgspec
 
 from datastates.opening.core import Core
-from datastates.opening.whereabouts import node_id
+from datastates.opening.whereabouts import network_id
 from datastates.transport.session.desk import Place
 
 from .together import Together
@@ -54,7 +53,4 @@ def join(core: Core, node: Node | None) -> None:
 
 def _whereabouts() -> str:
     """Machine, network and user. Processes for which these are equal reach each other's abstract sockets, and may trust each other."""
-    network = ""
-    with suppress(OSError):
-        network = os.readlink("/proc/self/ns/net")
-    return f"{node_id()} {network} {os.geteuid()}"
+    return f"{network_id()} {os.geteuid()}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
 
 from datastates import values
 from datastates.errors import InvalidInput
@@ -19,10 +20,10 @@ EACH = "each"
 _WAYS: Mapping[str, Callable[[Sequence[float]], float]] = {
     FIRST: lambda measured: measured[0],
     EACH: lambda measured: measured[0],
-    "mean": lambda measured: math.fsum(measured) / len(measured) if all(map(math.isfinite, measured)) else sum(measured) / len(measured),
+    "mean": lambda measured: _sum(measured, len(measured)),
     "max": lambda measured: math.nan if any(map(math.isnan, measured)) else max(measured),
     "min": lambda measured: math.nan if any(map(math.isnan, measured)) else min(measured),
-    "sum": lambda measured: math.fsum(measured) if all(map(math.isfinite, measured)) else sum(measured),
+    "sum": lambda measured: _sum(measured, 1),
 }
 
 
@@ -65,6 +66,17 @@ def reduced(measured: Sequence[Mapping[str, float]], reduce: Reduce) -> dict[str
         if way == EACH:
             found |= {_of_rank(key, rank): metrics[key] for rank, metrics in enumerate(measured) if key in metrics}
     return found
+
+
+def _sum(measured: Sequence[float], divisor: int) -> float:
+    """The sum divided by the divisor; infinite only if that is beyond the range of floats, however large the sum is."""
+    if not all(map(math.isfinite, measured)):
+        return sum(measured)
+    total = sum(map(Fraction, measured))
+    try:
+        return float(total / divisor)
+    except OverflowError:
+        return math.inf if total > 0 else -math.inf
 
 
 def _way(reduce: Reduce, key: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,11 +21,15 @@ from datastates.errors import Conflict, InvalidInput, Unavailable
 from datastates.lineage.database import Database
 from datastates.lineage.states import Status
 from datastates.modules import journal, leaving
+from datastates.modules.entry import Entry
 from datastates.repository import Repository
 from datastates.tracking.tracker import Tracker
+from tests.support.lineages import told
 
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
+
+    from datastates.lineage.states import NewState, State
 
 
 class Away:
@@ -223,6 +227,23 @@ def test_no_more_states_wait_than_can_be_kept_track_of(repo: Repository, databas
     repo.flush()
     fourth = capture(run, weight)[0].wait(timeout_s=60)
     assert fourth.parents == (handles[1].uid,)
+
+
+def test_a_state_that_cannot_be_recorded_for_any_reason_leaves_those_that_are_told_with_it_alone(
+    repo: Repository, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record_all = journal.lineage_record.record_all
+    bad, good = (Entry(told(letter * 24, letter * 64, None, None, None, 0), None) for letter in "bc")
+
+    def record(session: Session, news: Sequence[NewState]) -> list[State]:
+        if bad.new in news:
+            raise OverflowError("a number that the database does not take")
+        return record_all(session, news)
+
+    monkeypatch.setattr(journal.lineage_record, "record_all", record)
+    refused = repo.core.engage().runner._register.journal.record([bad, good])
+    assert [(uid, type(error)) for uid, error in refused.items()] == [(bad.new.uid, OverflowError)]
+    assert repo.state(good.new.uid).uid == good.new.uid
 
 
 def test_what_is_kept_to_be_told_again_is_bounded_although_nothing_becomes_durable(

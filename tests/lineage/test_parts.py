@@ -20,6 +20,7 @@ from datastates.lineage import Database, Edge, EdgeKind, NewState, Run, State, S
 from datastates.lineage.change import parts, refs, runs
 from datastates.lineage.change.parts import Telling, form_after, record_part, record_parts, waiting
 from datastates.lineage.change.record import evict, mark, record
+from datastates.lineage.change.reduction import reduced
 from datastates.lineage.search import pages, walk
 from datastates.lineage.search.holders import holder, replicas_of
 from datastates.lineage.search.outcomes import outcomes
@@ -331,6 +332,21 @@ def test_metrics_of_ranks_are_reduced_as_rank_0_says(database: Database, new_sta
     assert made.metrics == {"loss": 3.0, "n": 7.0, "own": 1.0, "own@1": 1.0}
     with pytest.raises(InvalidInput, match="say one of first, each, mean, max, min, sum"), database.write() as session:
         record_part(session, parts_of(new_state(), 2)[0], rank=0, reduce="median")
+
+
+@pytest.mark.parametrize(
+    ("way", "measured", "expected"),
+    [
+        ("mean", [1e308, 1e308, -1e308], 1e308 / 3),
+        ("mean", [1.7e308] * 3, 1.7e308),
+        ("sum", [1e308, 1e308, -1e308], 1e308),
+        ("sum", [-1.7e308] * 3, -math.inf),
+        ("mean", [0.1] * 3, 0.1),
+        ("mean", [1.0, math.inf, 2.0], math.inf),
+    ],
+)
+def test_metrics_beyond_the_range_of_floats_are_reduced_as_far_as_floats_go(way: str, measured: list[float], expected: float) -> None:
+    assert reduced([{"loss": value} for value in measured], way) == {"loss": expected}
 
 
 def test_ranks_that_report_at_the_same_moment_complete_every_state_once(database: Database, new_state: Make) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import tempfile
+from unittest.mock import patch
 
 import pytest
 import torch
 
 import datastates
 from datastates.errors import NotFound, Unavailable
+from datastates.ranks import groups
 from datastates.ranks.groups import MPIGroup, SoloGroup, TorchGroup
 from tests.support.jobs import Kind, Say, need_mpi, run
 
@@ -73,10 +75,24 @@ def failing_rank(group: MPIGroup | TorchGroup, say: Say) -> None:
             say("itself")
 
 
+def apart(group: MPIGroup | TorchGroup, say: Say) -> None:
+    """Ranks in several networks are given an address of the root's, and not its loopback."""
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        datastates.open(folder, memory_bytes=64 << 20) as repo,
+        patch.object(groups, "network_id", lambda: f"network {group.rank}"),
+        patch.object(groups, "own_address", return_value="127.0.0.1") as own_address,
+    ):
+        if group.rank == 0:
+            repo.track(tracked={"x": torch.ones(3)}, durable_interval_s=1e9, group=SoloGroup()).capture()
+        group.broadcast(repo, "main")
+        say("asked", own_address.called)
+
+
 def everything(over: Kind, say: Say) -> None:
     """One start of three interpreters serves all."""
     group = MPIGroup() if over == "mpi" else TorchGroup()
-    for job in (broadcast, failing_root, failing_rank):
+    for job in (broadcast, failing_root, failing_rank, apart):
         job(group, say)
         group.barrier()
 
@@ -88,7 +104,11 @@ def test_ranks_clone_a_state_in_a_chain_and_go_on_alike_and_all_learn_of_failure
     losses, outcomes = zip(*((lines[0], lines[1:]) for lines in said), strict=True)
     assert len(set(losses)) == 1
     assert losses[0].count(" ") == 4
-    assert outcomes == (["not found", "others True"], ["not found", "others True"], ["not found", "itself"])
+    assert outcomes == (
+        ["not found", "others True", "asked True"],
+        ["not found", "others True", "asked False"],
+        ["not found", "itself", "asked False"],
+    )
 
 
 def test_alone_there_is_nobody_to_broadcast_to(tmp_path: object) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import datastates
-from datastates.errors import NotFound, Unavailable
+from datastates.errors import InvalidInput, NotFound, Unavailable
 from datastates.lineage.states import State
 from datastates.ranks import SoloGroup, latest
 from datastates.store.tier import Reader
@@ -62,6 +62,8 @@ def test_ranks_pass_over_states_of_which_a_part_is_damaged_or_gone_together(tmp_
             latest(repo)
         with pytest.raises(NotFound):
             latest(repo, "nowhere")
+        with pytest.raises(InvalidInput, match="group is 3: give a"):
+            latest(repo, group=3)  # type: ignore[arg-type]
 
 
 def test_a_part_that_one_rank_fails_to_read_for_any_reason_is_read_by_another(

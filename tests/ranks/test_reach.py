@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ import datastates
 from datastates import ranks
 from datastates.config import Config
 from datastates.errors import InvalidInput, Unavailable
+from datastates.ranks.way import _sslmode
 from datastates.transport.clone.groups import SoloGroup
 from tests.support.jobs import Say, job, run
 
@@ -35,6 +39,7 @@ def train(near: str, far: str, packs: str, say: Say, steps: int, is_first: bool)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     url = near if rank < FAR else far
     if rank >= FAR:
+        os.environ["PGPORT"] = "77"  # as on a node of a cluster whose databases listen there
         try:
             datastates.open(url, packs=packs)
         except Unavailable:
@@ -74,8 +79,10 @@ def lose(near: str, far: str, packs: str, say: Say) -> None:
         say("states", len(repo.find("step >= 0")) > 0)
 
 
-def ask(near: str, say: Say, far: str = "", query: str = "") -> None:
+def ask(near: str, say: Say, far: str = "", query: str = "", sslmode: str = "") -> None:
     """Reach nothing, and say why."""
+    if sslmode:
+        os.environ["PGSSLMODE"] = sslmode
     try:
         with ranks.reach(near if torch.distributed.get_rank() < FAR - 1 else far + query) as url:
             say("reached", url)
@@ -116,9 +123,10 @@ def test_where_no_rank_reaches_the_database_all_hear_it(postgresql_url: str, tmp
 
 
 @pytest.mark.in_turn("reach")
-def test_a_url_that_asks_for_tls_is_refused_where_it_would_not_be_kept(postgresql_url: str, tmp_path: Path) -> None:
-    given: dict[str, Any] = urls(postgresql_url, tmp_path)
-    said = run(2, f"{HERE}:ask", **given, query="&sslmode=verify-full")
+@pytest.mark.parametrize("asked", [{"query": "&sslmode=verify-full"}, {"sslmode": "verify-full"}], ids=["URL", "environment"])
+def test_a_rank_that_is_to_speak_tls_is_refused_where_it_would_not(asked: dict[str, str], postgresql_url: str, tmp_path: Path) -> None:
+    given: dict[str, Any] = {**urls(postgresql_url, tmp_path), **asked}
+    said = run(2, f"{HERE}:ask", **given)
     assert all(lines[0].startswith("InvalidInput") and "sslmode=verify-full" in lines[0] for lines in said)
 
 
@@ -140,3 +148,34 @@ def test_folders_and_processes_alone_are_reached_as_they_are(tmp_path: Path) -> 
         assert url == str(tmp_path)
     with ranks.reach("postgresql://nobody@nowhere/nothing") as url:
         assert url == "postgresql://nobody@nowhere/nothing"
+
+
+@pytest.mark.parametrize("enter", [lambda group: ranks.reach("postgresql://me@db/x", group=group), ranks.using], ids=["reach", "using"])
+def test_what_is_no_group_is_refused_by_name(enter: Callable[[Any], AbstractContextManager[object]]) -> None:
+    with pytest.raises(InvalidInput, match=r"group is .*: give a datastates\.ranks\.TorchGroup"), enter(3):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("environment", "query", "mode"),
+    [
+        ({}, "", "prefer"),
+        ({}, "?sslmode=require", "require"),
+        ({"PGSSLMODE": "verify-ca"}, "", "verify-ca"),
+        ({"PGSSLMODE": "require"}, "?sslmode=prefer", "prefer"),
+        ({"PGSSLROOTCERT": "system"}, "", "verify-full"),
+        ({}, "?sslrootcert=system", "verify-full"),
+        ({}, "?service=strict", "require"),
+        ({"PGSERVICE": "strict"}, "", "require"),
+    ],
+)
+def test_tls_that_a_node_asks_for_outside_the_url_counts_too(
+    environment: dict[str, str], query: str, mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    services = tmp_path / "services"
+    services.write_text("[strict]\nhost=db\nport=77\nsslmode=require\n")
+    for name in ("PGSSLMODE", "PGSSLROOTCERT", "PGSERVICE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {"PGSERVICEFILE": str(services), **environment}.items():
+        monkeypatch.setenv(name, value)
+    assert _sslmode(make_url(f"postgresql://me@db/x{query}")) == mode

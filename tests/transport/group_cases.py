@@ -12,6 +12,7 @@ import pytest
 
 from datastates.errors import Closed, InvalidInput, Unavailable
 from datastates.transport.clone.groups import EXCHANGE_BYTES, Group, MPIGroup, SoloGroup
+from datastates.transport.clone.torch_groups import TorchGroup
 from tests.support.jobs import Say
 
 
@@ -95,8 +96,6 @@ CASES: tuple[Callable[[Group], None], ...] = (
 
 def group_of(over: str, timeout_s: float = 60) -> Group:
     """A new group of all ranks."""
-    from datastates.transport.clone.torch_groups import TorchGroup
-
     if over == "solo":
         return SoloGroup()
     return TorchGroup(timeout_s=timeout_s) if over == "torch" else MPIGroup(timeout_s=timeout_s)
@@ -142,8 +141,6 @@ def _can_be_a_part(over: str) -> None:
     else:
         import torch.distributed as dist
 
-        from datastates.transport.clone.torch_groups import TorchGroup
-
         rank, size = dist.get_rank(), dist.get_world_size()
         of = [dist.new_group([each for each in range(size) if each % 2 == odd]) for odd in range(2)]
         group = TorchGroup(of[rank % 2])
@@ -153,6 +150,26 @@ def _can_be_a_part(over: str) -> None:
     group.pass_on(buffer, len(mine) - 1)
     assert group.exchange(str(rank).encode()) == [str(each).encode() for each in mine]
     assert buffer == str(mine[-1]).encode()
+    if over == "torch":
+        _can_be_made_again(of[rank % 2])
+        for wrong in (dist.init_device_mesh("cpu", (size,)), 3, "world"):
+            with pytest.raises(InvalidInput, match=r"is no group of torch\.distributed: give one that .* mesh\.get_group\(\)"):
+                TorchGroup(wrong)  # type: ignore[arg-type]
+
+
+def _can_be_made_again(of: Any) -> None:
+    """Each meets at once; one rank keeps a group that the others close, and is the last to make the next."""
+    kept: list[Group] = []
+    for _ in range(4):
+        group = TorchGroup(of, timeout_s=20)
+        assert group.exchange(str(group.rank).encode()) == [str(rank).encode() for rank in range(group.size)]
+        if group.rank:
+            kept.append(group)
+            time.sleep(0.02)  # by then the first rank looks for this one
+        else:
+            group.close()
+    for each in kept:
+        each.close()
 
 
 def one_dies(over: str, how: str, say: Say) -> None:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import sys
-from collections.abc import Callable, Collection
+from collections import Counter
+from collections.abc import Collection
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 from datastates.errors import InvalidInput, Unavailable
+from datastates.values import shown
 
 from .groups import PATIENCE_S, Group, bytes_of, check
 
@@ -18,35 +22,38 @@ if TYPE_CHECKING:
 
 __all__ = ["TorchGroup", "initialized"]
 
+_made: WeakKeyDictionary[Any, Counter[tuple[int, ...]]] = WeakKeyDictionary()
+"""How many groups were made over the same ranks, by torch's group of all ranks: each gets a name in its store that none had before."""
+
 
 class TorchGroup(Group):
-    """The ranks of torch.distributed, all of them or those of ``of``; making one is collective among all ranks of the job.
+    """The ranks of torch.distributed, all of them or those of ``of``; making one is collective among these ranks, and the others need not
+    call it.
 
-    It communicates over gloo in a group of its own, on the CPU. So it never interferes with the collectives of the training, and works
+    It communicates over gloo on connections of its own, on the CPU. So it never interferes with the collectives of the training, and works
     where those are NCCL's. When a rank dies, the others raise as soon as one of them misses it; when one hangs, after ``timeout_s``.
 
     :param of: a group of torch.distributed, whose ranks are the ranks of this one.
-    :raises InvalidInput: torch.distributed is not initialised, or this process is not in ``of``.
+    :raises InvalidInput: torch.distributed is not initialised, or ``of`` is not one of its groups, or this process is not in it.
+    :raises Unavailable: a rank did not come, or cannot be connected to.
     """
 
     def __init__(self, of: ProcessGroup | None = None, *, timeout_s: float = PATIENCE_S) -> None:
         dist = initialized()
         if dist is None:
             raise InvalidInput("torch.distributed is not initialised: call torch.distributed.init_process_group() before")
-        if of is not None and dist.get_rank(of) < 0:
-            raise InvalidInput("this process is not in the group of torch.distributed that was given: give it one that it is in")
-        self._dist = dist
-        self._ranks = dist.get_process_group_ranks(dist.group.WORLD if of is None else of)
-        self._group: Any = dist.new_group(
-            self._ranks, backend="gloo", timeout=timedelta(seconds=timeout_s), use_local_synchronization=of is not None
-        )
-        self._rank: int = dist.get_rank(self._group)
-        self._size = len(self._ranks)
+        self._ranks = _ranks_of(dist, of)
+        self._rank, self._size = self._ranks.index(dist.get_rank()), len(self._ranks)
         is_everyone = self._ranks == list(range(dist.get_world_size()))
         self._members = None if is_everyone else tuple(self._ranks)
-        self._is_closed, self._is_broken = False, False
-        # its name since torch 2.13, where the older one warns
-        self._gather: Any = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
+        self._is_closed = False
+        self._gloo: Any
+        try:
+            self._gloo = dist.ProcessGroupGloo(_store(dist, self._ranks), self._rank, self._size, timedelta(seconds=timeout_s))
+        except RuntimeError as exc:
+            raise Unavailable(
+                f"rank {self._rank} of {self._size} did not meet the others: make the group again, on every rank: {exc}"
+            ) from exc
 
     @property
     def rank(self) -> int:
@@ -65,52 +72,72 @@ class TorchGroup(Group):
 
         check(value, is_closed=self._is_closed)
         lengths = torch.zeros(self._size, dtype=torch.int64)
-        self._wait(self._gather, lengths, torch.tensor([len(value)]))
+        self._wait("allgather", list(lengths.split(1)), torch.tensor([len(value)]))
         longest = int(lengths.max())
         if not longest:
             return [b""] * self._size
-        given, got = torch.zeros(longest, dtype=torch.uint8), torch.empty(self._size * longest, dtype=torch.uint8)
+        given, got = torch.zeros(longest, dtype=torch.uint8), torch.empty(self._size, longest, dtype=torch.uint8)
         if value:
             given[: len(value)] = torch.frombuffer(bytearray(value), dtype=torch.uint8)
-        self._wait(self._gather, got, given)
-        return [row[: int(length)].numpy().tobytes() for row, length in zip(got.view(-1, longest), lengths, strict=True)]
+        self._wait("allgather", list(got), given)
+        return [row[: int(length)].numpy().tobytes() for row, length in zip(got, lengths, strict=True)]
 
     def pass_on(self, buffer: memoryview | bytearray | bytes | torch.Tensor, root: int, to: Collection[int] | None = None) -> None:
         check(is_closed=self._is_closed)
         data = _as_tensor(bytes_of(buffer))
         if to is None:
-            self._wait(self._dist.broadcast, data, group_src=root)
+            self._wait("broadcast", data, root)
         elif self._rank == root:
             for rank in sorted({*to} - {root}):
-                self._wait(self._dist.send, data, group_dst=rank)
+                self._wait("send", [data], rank, 0)
         elif self._rank in to:
-            self._wait(self._dist.recv, data, group_src=root)
+            self._wait("recv", [data], root, 0)
 
     def close(self) -> None:
-        if not self._is_closed:
-            self._is_closed = True
-            self._let_go()
+        self._is_closed, self._gloo = True, None
 
-    def _wait(self, collective: Callable[..., object], *tensors: torch.Tensor, **options: int) -> None:
-        if self._is_broken:
+    def _wait(self, collective: str, *arguments: object) -> None:
+        if self._gloo is None:
             raise Unavailable("a rank of this group did not come before: make another group, on every rank")
         try:
-            collective(*tensors, group=self._group, **options)
+            getattr(self._gloo, collective)(*arguments).wait()
         except RuntimeError as exc:
-            self._is_broken = True
-            self._let_go()  # closes this rank's connections, so ranks that wait for it notice now
+            self._gloo = None  # closes this rank's connections, so ranks that wait for it notice now
             raise Unavailable(f"rank {self._rank} of {self._size} lost another one, which hangs or died: {exc}") from exc
-
-    def _let_go(self) -> None:
-        if self._dist.is_initialized() and self._group is not None:
-            self._dist.destroy_process_group(self._group)
-        self._group = None
 
 
 def initialized() -> Any:
     """``torch.distributed`` if this process initialised it, else None; never imports it for that."""
     dist: Any = sys.modules.get("torch.distributed")
     return dist if dist is not None and dist.is_available() and dist.is_initialized() else None
+
+
+def _ranks_of(dist: Any, of: ProcessGroup | None) -> list[int]:
+    """The numbers by which torch.distributed knows the ranks of the group, by rank.
+
+    :raises InvalidInput: it is no group of torch.distributed, or this process is not in it.
+    """
+    if of is None:
+        return list(range(dist.get_world_size()))
+    try:
+        is_in = dist.get_rank(of) >= 0
+        ranks: list[int] = dist.get_process_group_ranks(of) if is_in else []
+    except (ValueError, TypeError, KeyError, AttributeError) as exc:
+        raise InvalidInput(
+            f"of is {shown(of)}, which is no group of torch.distributed: give one that torch.distributed.new_group() made and nobody"
+            " destroyed, or mesh.get_group() of a mesh"
+        ) from exc
+    if not is_in:
+        raise InvalidInput("this process is not in the group of torch.distributed that was given: give it one that it is in")
+    return ranks
+
+
+def _store(dist: Any, ranks: list[int]) -> Any:
+    """Where these ranks, and no group that was made before, tell each other their addresses."""
+    made = _made.setdefault(dist.group.WORLD, Counter())
+    made[tuple(ranks)] += 1
+    digest = hashlib.sha256(",".join(map(str, ranks)).encode()).hexdigest()
+    return dist.PrefixStore(f"datastates/{digest}/{made[tuple(ranks)]}", dist.distributed_c10d._get_default_store())
 
 
 def _as_tensor(view: memoryview) -> torch.Tensor:
