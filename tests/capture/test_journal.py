@@ -18,6 +18,7 @@ from datastates.capture import lookout
 from datastates.config import Config
 from datastates.content.manifest import CHUNK_BYTES
 from datastates.errors import Conflict, InvalidInput, Unavailable
+from datastates.lineage.change import record as lineage_record
 from datastates.lineage.database import Database
 from datastates.lineage.states import Status
 from datastates.modules import journal, leaving
@@ -232,7 +233,7 @@ def test_no_more_states_wait_than_can_be_kept_track_of(repo: Repository, databas
 def test_a_state_that_cannot_be_recorded_for_any_reason_leaves_those_that_are_told_with_it_alone(
     repo: Repository, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    record_all = journal.lineage_record.record_all
+    record_all = lineage_record.record_all
     bad, good = (Entry(told(letter * 24, letter * 64, None, None, None, 0), None) for letter in "bc")
 
     def record(session: Session, news: Sequence[NewState]) -> list[State]:
@@ -240,7 +241,7 @@ def test_a_state_that_cannot_be_recorded_for_any_reason_leaves_those_that_are_to
             raise OverflowError("a number that the database does not take")
         return record_all(session, news)
 
-    monkeypatch.setattr(journal.lineage_record, "record_all", record)
+    monkeypatch.setattr(lineage_record, "record_all", record)
     refused = repo.core.engage().runner._register.journal.record([bad, good])
     assert [(uid, type(error)) for uid, error in refused.items()] == [(bad.new.uid, OverflowError)]
     assert repo.state(good.new.uid).uid == good.new.uid

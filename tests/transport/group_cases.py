@@ -140,6 +140,7 @@ def _can_be_a_part(over: str) -> None:
         group: Group = MPIGroup(MPI.Intracomm(MPI.COMM_WORLD.Split(rank % 2)))
     else:
         import torch.distributed as dist
+        from torch.distributed.device_mesh import init_device_mesh
 
         rank, size = dist.get_rank(), dist.get_world_size()
         of = [dist.new_group([each for each in range(size) if each % 2 == odd]) for odd in range(2)]
@@ -152,7 +153,7 @@ def _can_be_a_part(over: str) -> None:
     assert buffer == str(mine[-1]).encode()
     if over == "torch":
         _can_be_made_again(of[rank % 2])
-        for wrong in (dist.init_device_mesh("cpu", (size,)), 3, "world"):
+        for wrong in (init_device_mesh("cpu", (size,)), 3, "world"):
             with pytest.raises(InvalidInput, match=r"is no group of torch\.distributed: give one that .* mesh\.get_group\(\)"):
                 TorchGroup(wrong)  # type: ignore[arg-type]
 
