@@ -125,8 +125,7 @@ class Journal:
         with self._turn:
             told, refused = self._record(entries)
         for entry in entries:
-            state = told.get(entry.new.uid)
-            if state is not None:
+            if (state := told.get(entry.new.uid)) is not None:
                 self._listener.recorded(entry, state, None)
         return refused
 
@@ -368,11 +367,12 @@ class Journal:
         if len(entries) > 1:
             try:
                 told.update(self._tell_or_recall(entries))
-                return  # noqa: TRY300 # an else would say no more
             except Unavailable:
                 raise
             except Exception as error:  # whatever refuses one of them
                 _logger.debug("%d states are recorded one by one: %r", len(entries), error)
+            else:
+                return
         for entry in entries:
             if entry.rank is None and entry.new.facts.parent in refused:
                 refused[entry.new.uid] = refused[entry.new.facts.parent]

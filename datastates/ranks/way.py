@@ -41,6 +41,9 @@ _SOCKET = f".s.PGSQL.{_PORT}"
 
 _ENCRYPTED = ("require", "verify-ca", "verify-full")
 
+_DECIDING = ("sslmode", "sslrootcert", "service")
+"""What of a URL decides on its TLS. It may say things besides that are for psycopg, and that PostgreSQL's own library does not know."""
+
 
 class _Gate(msgspec.Struct, frozen=True):
     """Where others go through a rank: its machine, the addresses that it may have, and the port."""
@@ -142,25 +145,21 @@ def _through(url: URL, gates: list[_Gate], key: bytes, why: str, stack: ExitStac
     if not passage.is_open():
         tried = ", ".join(f"{host}:{port}" for host, port in places)
         raise Unavailable(f"this rank reaches neither the database ({why}) nor a rank that does ({tried}): open one of these ways")
-    query = {**_query(url), "host": str(passage.folder), "port": _PORT}
-    return url.set(host=None, port=None, query=query).render_as_string(hide_password=False)
+    query = {key: value for key, value in url.query.items() if key not in ("host", "hostaddr", "port")}
+    return url.set(host=None, port=None, query={**query, "host": str(passage.folder), "port": _PORT}).render_as_string(hide_password=False)
 
 
 def _sslmode(url: URL) -> str:
     """The mode that PostgreSQL's own library takes for this URL, with this node's environment and file of services."""
     from psycopg import conninfo, pq
 
-    nowhere = {**_query(url), "host": "/", "port": _PORT}  # the library says what it takes once it has tried to connect
+    asked = {key: url.query[key] for key in _DECIDING if key in url.query}
+    nowhere = {**asked, "host": "/", "port": _PORT}  # the library says what it takes once it has tried to connect
     tried = pq.PGconn.connect_start(conninfo.make_conninfo(**nowhere).encode())
     try:
         return next((option.val or b"").decode() for option in tried.info if option.keyword == b"sslmode")
     finally:
         tried.finish()
-
-
-def _query(url: URL) -> dict[str, Any]:
-    """What the URL says after its question mark, except where the server is."""
-    return {key: value for key, value in url.query.items() if key not in ("host", "hostaddr", "port")}
 
 
 def _hosts() -> tuple[str, ...]:

@@ -161,6 +161,7 @@ def test_what_is_no_group_is_refused_by_name(enter: Callable[[Any], AbstractCont
     [
         ({}, "", "prefer"),
         ({}, "?sslmode=require", "require"),
+        ({}, "?prepare_threshold=0&options=-c%20jit%3Doff", "prefer"),
         ({"PGSSLMODE": "verify-ca"}, "", "verify-ca"),
         ({"PGSSLMODE": "require"}, "?sslmode=prefer", "prefer"),
         ({"PGSSLROOTCERT": "system"}, "", "verify-full"),
