@@ -153,7 +153,7 @@ def _sslmode(url: URL) -> str:
     """The mode that PostgreSQL's own library takes for this URL, with this node's environment and file of services."""
     from psycopg import conninfo, pq
 
-    asked = {key: url.query[key] for key in _DECIDING if key in url.query}
+    asked = {key: url.normalized_query[key][-1] for key in _DECIDING if key in url.query}
     nowhere = {**asked, "host": "/", "port": _PORT}  # the library says what it takes once it has tried to connect
     tried = pq.PGconn.connect_start(conninfo.make_conninfo(**nowhere).encode())
     try:
