@@ -416,8 +416,10 @@ def _begin_immediate(raw: sqlite3.Connection, timeout_s: float) -> None:
 
 def _postgresql_engine(url: URL) -> Engine:
     try:
-        patience = {key: value for key, value in _PATIENCE.items() if key not in url.query}
-        engine = create_engine(url, pool_size=8, max_overflow=24, pool_pre_ping=True, connect_args=patience)
+        options: dict[str, str | int] = {key: value for key, value in _PATIENCE.items() if key not in url.query}
+        if "hostaddr" not in url.query and url.normalized_query.get("host", ("",))[-1].startswith("/"):
+            options["hostaddr"] = ""  # a socket of this node is meant, whatever PGHOSTADDR or a service says
+        engine = create_engine(url, pool_size=8, max_overflow=24, pool_pre_ping=True, connect_args=options)
     except ModuleNotFoundError as error:
         raise Unavailable("PostgreSQL needs its driver: pip install 'datastates[postgresql]'") from error
     event.listen(engine, "connect", _on_postgresql_connect)

@@ -56,7 +56,7 @@ def diff(
     """
     with served.reading() as session:
         one, other = revision.resolve(session, old), revision.resolve(session, new)
-    etag = etag_of(one, other, only, tensors, stat)
+    etag = etag_of("diff-1", one, other, only, tensors, stat)
     if is_known(request, etag):
         return Response(status_code=304, headers={"ETag": etag})
     if not tensors or stat:

@@ -1,6 +1,6 @@
 """``python -m datastates.demo``: the main job."""
 
-from .main_job import main
+from .main_job import script
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(script())

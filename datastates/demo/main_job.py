@@ -32,7 +32,7 @@ from datastates import PermutationSampler, Repository
 from datastates.demo.model import FULL, GPT, SHORT, Size, Text, read_text
 from datastates.demo.outliers import find_outliers, show_outliers
 from datastates.demo.report import Cost, Outcome, examine, show
-from datastates.errors import InvalidInput, Unsupported
+from datastates.errors import DatastatesError, InvalidInput, Unsupported
 
 MARKER = "made-by-datastates-demo"
 EXTRA = {"matplotlib": "matplotlib", "sklearn": "scikit-learn"}
@@ -193,5 +193,16 @@ def main(arguments: list[str] | None = None) -> int:
         return 130
 
 
+def script() -> int:
+    """``main`` for Python's command line: an error is one line, as in the terminal's commands."""
+    try:
+        return main()
+    except DatastatesError as error:
+        from datastates.cli.exits import code_of, complain  # the terminal is loaded only when there is something to say
+
+        complain(error, as_json=False)
+        return code_of(error)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(script())

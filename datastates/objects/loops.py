@@ -191,7 +191,7 @@ class Loops:
         ids = set(map(id, tracked))
         turn = Pass(source, lambda part: id(part) in ids, tracked, self._said)
         follows = self.is_counting and self._follows(turn)
-        turn.spans = follows or (self.is_counting and is_outside)
+        turn.is_outside, turn.spans = is_outside, follows or (self.is_counting and is_outside)
         self._begin_turn(turn, is_resumed=is_resumed)
         try:
             while True:
@@ -247,13 +247,13 @@ class Loops:
         """Count a pass that goes on in another epoch than it began among the passes of this one."""
         self._aside.remove(turn)
         self._add(turn)
-        if self.is_counting and not turn.spans:
+        if self.is_counting and not turn.spans and not turn.is_outside:
             self._warn(
                 "spans",
                 f"a pass of run.steps that began within an epoch goes on in epoch {self.epoch}: a training that is resumed from the end of"
                 " the epoch in which it began begins it again; call run.steps for it before run.epochs, and its place is kept",
             )
-            turn.spans = True
+        turn.spans |= self.is_counting
 
     def _claim(self, turn: Pass) -> Mapping[str, Any] | None:
         """The restored place from which a pass goes on; None: it begins. The passes of an epoch begin in the same order again."""
@@ -262,8 +262,10 @@ class Loops:
             return turn.is_like(place) and (turn.order >= place["spans"] or not self.is_counting)
 
         found = [place for place in self._waiting if not place.get("is_aside") or is_fit(place)]
-        if not self.is_counting:
+        if turn.spans or not self.is_counting:
             found.sort(key=lambda place: "spans" not in place or not turn.is_like(place))  # it had begun before the epochs
+        else:  # a pass that spans epochs claims its place later if that which takes it up is over
+            found = [place for place in found if "spans" not in place or turn.is_like(place)]
         if not found:
             return None
         self._waiting = [place for place in self._waiting if place is not found[0]]

@@ -48,7 +48,8 @@ _BEGUN_AGAIN = (Kind.REPLAYED, Kind.AHEAD)
 class Pass:
     """One iteration over ``source``, from ``place`` on if one is given; ``place`` then says how far it has come.
 
-    ``order`` and ``spans`` are for who counts epochs: how many others began before it in its epoch, and whether it may go on in the next.
+    ``order``, ``is_outside`` and ``spans`` are for what counts epochs: how many others began before it in its epoch, whether it was asked
+    for before the epochs began, and whether it may go on from one to the next.
     A DataLoader draws the seed of its workers from torch's generator when its iterator is made. A pass that goes on had done so before
     its state was taken: the generators are put back to where they were before anything is drawn on the way to the place.
     """
@@ -80,7 +81,7 @@ class Pass:
         self._is_first = self._is_fresh = False
         self._begun_at = 0
         self.batches = self.order = 0
-        self.is_over = self.is_left = self.spans = False
+        self.is_over = self.is_left = self.is_outside = self.spans = False
         is_within = holds_begun_iterator(self._parts)
         if is_within or (self._kind is Kind.ONCE and not isinstance(source, GeneratorType)):
             self._warn(

@@ -85,9 +85,10 @@ _ASSIGNED = re.compile(r"""(["']?)(?<![\w.-])([\w.-]+)\1\s*[=:]\s*|(?<!\S)--([\w
 _QUOTED = r""""[^"]*"|'[^']*'"""
 _ASSIGNED_VALUE = re.compile(
     rf"""(?:{_QUOTED})(?:(?!\W*[A-Za-z_][\w.-]*["']?\s*[=:])(?:{_QUOTED}|[^\s,;&}}\])"'])+)?"""
-    r"""|["'][^\s,;&}\])]+|(?:(?i:bearer|basic)\s+)?[^\s,;&}\])"'](?:[^\s,;&}\])]*[^\s,;&}\])"'])?"""
+    r"""|["'][^\n]*|(?:(?i:bearer|basic)\s+)?[^\s,;&}\])"'](?:[^\s,;&}\])]*[^\s,;&}\])"'])?"""
 )
-"""What stands in quotes and what is joined to it, unless that is the next name; or all up to a blank or a sign that ends it."""
+"""What stands in quotes and what is joined to it, unless that is the next name; after a quote that never ends, the rest of the line; else
+all up to a blank or a sign that ends it."""
 _SHAPES = re.compile(
     r"(?<![A-Za-z0-9])(?:hf_[A-Za-z0-9]{20,}|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|glpat-[\w-]{20,}|npm_[A-Za-z0-9]{30,}"
     r"|sk-(?=[\w-]*[0-9])(?=[\w-]*[A-Z])[\w-]{20,}|xox[abeprs]-[A-Za-z0-9-]{10,}|(?:AKIA|ASIA)[A-Z0-9]{16}"

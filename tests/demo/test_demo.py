@@ -185,6 +185,13 @@ def test_folder_with_something_else_in_it_is_refused_and_left_alone(tmp_path: Pa
     assert (tmp_path / "thesis.tex").read_text() == "years of work"
 
 
+def test_an_error_of_the_module_is_one_line_as_in_the_terminal(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("mine")
+    run = subprocess.run([sys.executable, "-m", "datastates.demo", str(tmp_path), "--short"], capture_output=True, text=True, check=False)
+    assert (run.returncode, run.stderr.count("\n")) == (5, 1)
+    assert run.stderr.startswith("error: ")
+
+
 def test_folder_of_an_earlier_demo_is_emptied(tmp_path: Path) -> None:
     begin(tmp_path / "runs")
     (tmp_path / "runs" / "old.png").touch()

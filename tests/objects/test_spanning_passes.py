@@ -90,6 +90,43 @@ def test_each_of_two_passes_that_go_on_begins_again_by_itself(repo: Repository) 
     resumed_everywhere(repo, body)
 
 
+@pytest.mark.parametrize("comes_first", [False, True])
+def test_a_pass_after_the_one_that_takes_up_another_keeps_its_own_place(repo: Repository, comes_first: bool) -> None:
+    def body(run: Tracker, seen: Seen, stop: int | None) -> None:
+        def capture(*values: int) -> None:
+            if stop is not None and len(seen) == stop:
+                raise Stopped
+            seen.append((run.epoch, values))
+            run.capture()
+
+        loader: Any = DataLoader(range(100, 120), batch_size=1, shuffle=True)  # type: ignore[arg-type]  # a range will do
+        unlabelled = iter(run.steps(loader))
+        for _ in run.epochs(3):
+            for batch in run.steps(range(10, 13)) if comes_first else ():
+                capture(batch)
+            for batch in run.steps(range(4)):
+                capture(batch, next(unlabelled).item())
+            for batch in run.steps(range(20, 25)):  # validation
+                capture(batch)
+
+    resumed_everywhere(repo, body)
+
+
+@pytest.mark.parametrize("length", [2, 40])
+def test_a_pass_whose_first_batch_is_read_before_the_epochs_goes_on_in_them(
+    repo: Repository, length: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    def body(run: Tracker, seen: Seen, stop: int | None) -> None:
+        loader: Any = DataLoader(range(100, 100 + length), batch_size=1, shuffle=True)  # type: ignore[arg-type]  # a range will do
+        unlabelled = iter(run.steps(loader))
+        if run.resumed_from is None:
+            next(unlabelled)
+        _side_by_side(run, seen, stop, unlabelled, lambda: iter(run.steps(loader)))
+
+    resumed_everywhere(repo, body)
+    assert not caplog.text
+
+
 def test_a_state_that_has_all_places_of_a_source_goes_on_from_the_last() -> None:
     over = {"batches": 2, "is_over": True, "length": 2, "spans": 1}
     passes = [{"batches": 5, "is_over": False, "length": 6}, over, over, {**over, "batches": 1, "is_over": False}]

@@ -39,7 +39,7 @@ def train(near: str, far: str, packs: str, say: Say, steps: int, is_first: bool)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     url = near if rank < FAR else far
     if rank >= FAR:
-        os.environ["PGPORT"] = "77"  # as on a node of a cluster whose databases listen there
+        os.environ.update(PGPORT="77", PGHOSTADDR="127.0.0.1")  # as on a node of a cluster whose databases listen there
         try:
             datastates.open(url, packs=packs)
         except Unavailable:

@@ -92,6 +92,8 @@ def test_texts_without_secrets_stay(said: str) -> None:
         ([f"--password={SECRET}"], ["--password=***"]),
         ([f"HF_TOKEN={SECRET}", "train.py"], ["HF_TOKEN=***", "train.py"]),
         ([f"+wandb.api_key='{SECRET}'"], ["+wandb.api_key='***'"]),
+        ([f'password="two words {SECRET}'], ['password="***"']),
+        ([f"db_password: 'a, {SECRET}\nport: 5"], ["db_password: '***'\nport: 5"]),
         (['{"db": {"password": "' + SECRET + '", "port": 5}}'], ['{"db": {"password": "***", "port": 5}}']),
         ([f"--set=auth.token={SECRET}"], ["--set=auth.token=***"]),
         ([f"host=db password={SECRET} user=me"], ["host=db password=*** user=me"]),
