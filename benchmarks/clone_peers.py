@@ -416,7 +416,7 @@ WAYS: dict[str, type[Way]] = {
 def why_not(name: str) -> str | None:
     """Why a way cannot be measured here; None when it can."""
     if issubclass(WAYS[name], UcxxStream | OursOverUcx) and importlib.util.find_spec("ucxx") is None:
-        return "ucxx is not installed (pip install datastates[cu12])"
+        return "ucxx is not installed (pip install datastates[cu13])"
     if WAYS[name] is TorchFt and importlib.util.find_spec("torchft") is None:
         return "torchft is not installed (pip install --no-deps torchft-nightly, and its opentelemetry packages)"
     return None

@@ -74,7 +74,7 @@ class Frozen:
             self._copy.cleanup()
 
     def _connect(self, name: str, timeout_s: float) -> sqlite3.Connection:
-        return sqlite3.connect(name, timeout_s, isolation_level=None, check_same_thread=False, uri=name.startswith("file:"))
+        return sqlite3.connect(name, timeout=timeout_s, isolation_level=None, check_same_thread=False, uri=name.startswith("file:"))
 
     def _now(self) -> object:
         """What identifies the file's present content; constant for a file with a log, whose changes SQLite follows by itself."""

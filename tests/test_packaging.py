@@ -122,7 +122,7 @@ def test_every_import_is_of_a_declared_dependency() -> None:
     optional = project["optional-dependencies"]
     groups = (optional[name] for name in optional.keys() - {"dev", "docs"})
     declared = {
-        re.split(r"[^\w-]", each)[0].removesuffix("-cu12")
+        re.split(r"[^\w-]", each)[0].removesuffix("-cu13")
         for each in [*project["dependencies"], *(each for group in groups for each in group)]
     }
     declared |= {
@@ -139,6 +139,15 @@ def test_every_import_is_of_a_declared_dependency() -> None:
 
     undeclared = {name: path for name, path in found.items() if name not in {*declared, *sys.stdlib_module_names, "datastates"}}
     assert undeclared == {}, "list it in pyproject.toml and constraints.txt"
+
+
+def test_what_is_pinned_fits_the_cuda_that_comes_with_torch() -> None:
+    pinned = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line)
+    built_for = {"2.13.0": "13"}[pinned["torch"]]  # of another torch: what its wheel for Linux asks for
+
+    assert pinned["cuda-bindings"].partition(".")[0] == built_for, "pip refuses to install torch beside another one"
+    dev = next(each for each in read_project()["project"]["optional-dependencies"]["dev"] if each.startswith("datastates["))
+    assert f"cu{built_for}" in re.split(r"[\[\],]", dev)
 
 
 def test_every_dependency_is_pinned() -> None:

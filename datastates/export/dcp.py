@@ -36,12 +36,15 @@ _ALLOWED = {
     *(("pathlib", name) for name in ("PosixPath", "PurePosixPath", "Path")),
 }
 """The classes that the metadata of a checkpoint may consist of."""
+_MOVED = {"pathlib._local": "pathlib"}
+"""Modules of which Python 3.13 writes other names than others read."""
 
 
 class _Unpickler(pickle.Unpickler):
     """Makes the classes of metadata, and nothing else."""
 
     def find_class(self, module: str, name: str) -> Any:
+        module = _MOVED.get(module, module)
         if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
             return dtype
         if (module, name) in _ALLOWED:

@@ -33,7 +33,7 @@ from tests.support import warm
 from tests.support.jobs import job
 from tests.support.secrets_kept import keep
 
-pytest.importorskip("ucxx", reason="UCXX is not installed: pip install 'datastates[cu12]'")
+pytest.importorskip("ucxx", reason="UCXX is not installed: pip install 'datastates[cu13]'")
 
 UCX = "ucx://127.0.0.1:0"
 TOKEN = "correct horse battery staple"

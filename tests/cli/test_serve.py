@@ -218,7 +218,7 @@ def test_several_repositories_and_a_prefix(root: Path, tmp_path: Path) -> None:
 
 
 def test_page_and_clones_are_served_by_one_process(root: Path) -> None:
-    pytest.importorskip("ucxx", reason="UCXX is not installed: pip install 'datastates[cu12]'")
+    pytest.importorskip("ucxx", reason="UCXX is not installed: pip install 'datastates[cu13]'")
     with serving("http://127.0.0.1:0", "ucx://127.0.0.1:0", "--repo", root) as (process, said):
         assert process.stdout is not None
         other = json.loads(process.stdout.readline())

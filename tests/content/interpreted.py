@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import nullcontext
 
 import datastates.content.digester as digester
+from datastates.system.devices import devices
 from tests.content.test_digester import check
 
 
 def main() -> None:
     """Check each list of chunks."""
     setattr(digester, "_has_kernels", lambda _: True)  # noqa: B010  # for a type checker it is a function for good
+    setattr(type(devices()), "on", lambda *_: nullcontext())  # noqa: B010  # likewise; the host has no streams to select
     for chunks in json.load(sys.stdin):
         check(chunks)
         print("ok")  # noqa: T201  # the test reads it

@@ -189,6 +189,16 @@ def test_what_a_killed_export_left_is_replaced(kind: Format, left: str, tmp_path
 # --- folders of others ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("module", ["pathlib", "pathlib._local"])
+def test_dcp_metadata_that_another_python_wrote_are_read(module: str, tmp_path: Path) -> None:
+    write({"w": torch.ones(3)}, Format.DCP, tmp_path / "theirs", {})
+    path = tmp_path / "theirs" / ".metadata"
+    own, theirs = (f"c{name}\nPosixPath\n".encode() for name in (type(path).__module__, module))
+    path.write_bytes(pickle.dumps(pickle.loads(path.read_bytes()), protocol=2).replace(own, theirs))
+    assert theirs in path.read_bytes()
+    assert repr(read(tmp_path / "theirs")) == repr({"w": torch.ones(3)})
+
+
 @pytest.mark.parametrize("name", [lambda root: str(root / "secret" / "__0_0.distcp"), lambda root: "../secret/__0_0.distcp"])
 def test_dcp_metadata_that_name_a_file_of_another_folder_are_refused(name: Callable[[Path], str], tmp_path: Path) -> None:
     write({"w": torch.full((3,), 42.0)}, Format.DCP, tmp_path / "secret", {})

@@ -67,11 +67,11 @@ def no_ucxx(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_without_ucxx_our_own_plane_serves_and_the_error_says_what_to_install() -> None:
     planes = transport_for("ucx://127.0.0.1:0").planes
     assert offer(planes, "ucx", "auto") == (("tcp",), "")
-    with pytest.raises(Unsupported, match=r"pip install 'datastates\[cu12\]'"):
+    with pytest.raises(Unsupported, match=r"pip install 'datastates\[cu13\]'"):
         offer(planes, "ucx", "ucx")
 
 
-@pytest.mark.skipif(importlib.util.find_spec("ucxx") is None, reason="UCXX is not installed: pip install 'datastates[cu12]'")
+@pytest.mark.skipif(importlib.util.find_spec("ucxx") is None, reason="UCXX is not installed: pip install 'datastates[cu13]'")
 def test_a_ucx_that_cannot_be_loaded_is_unavailable_and_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "ucxx.py").write_text("raise OSError('libucp.so.0 of another time')\n")
     monkeypatch.syspath_prepend(tmp_path)  # where the process that runs UCX looks, too

@@ -26,7 +26,7 @@ from tests.transport.worlds import PATIENCE_S
 AT_ONCE_S = 30.0
 """What takes a tenth of a second takes longer on a busy machine."""
 
-pytest.importorskip("ucxx", reason="UCXX is not installed: pip install 'datastates[cu12]'")
+pytest.importorskip("ucxx", reason="UCXX is not installed: pip install 'datastates[cu13]'")
 
 PEER = """
 import asyncio, sys
@@ -202,6 +202,8 @@ def run_script(script: str, **environment: str) -> subprocess.CompletedProcess[s
 
 def test_a_forked_child_has_a_helper_of_its_own_and_leaves_its_parents_alone() -> None:
     done = run_script("""
+        import warnings
+        warnings.simplefilter("ignore", DeprecationWarning)  # from Python 3.12 on of each fork beside threads
         loop.run(echo())
         before = transport_for("ucx://").helper.pid
         for how in (sys.exit, os._exit):

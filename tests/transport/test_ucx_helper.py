@@ -37,7 +37,7 @@ from tests.transport.certificates import certificate
 from tests.transport.intruder import children, listening, mangled, remote_write
 from tests.transport.stores import UID, MemorySink, MemoryStore, chunks
 
-pytest.importorskip("ucxx", reason="UCXX is not installed: pip install 'datastates[cu12]'")
+pytest.importorskip("ucxx", reason="UCXX is not installed: pip install 'datastates[cu13]'")
 
 PATIENCE_S = 60.0
 PIECES = 24

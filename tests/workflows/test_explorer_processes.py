@@ -199,7 +199,7 @@ def test_ctrl_c_leaves_everything_resumable_and_says_so(
 
 
 def test_workers_take_the_start_from_the_explorer_s_memory(repo: Repository, expected: dict[str, Any]) -> None:
-    pytest.importorskip("ucxx", reason="UCXX is not installed: pip install ucxx-cu12")
+    pytest.importorskip("ucxx", reason="UCXX is not installed: pip install ucxx-cu13")
     assert explore(repo, "main", PLAN, train, study="s", share="ucx://127.0.0.1:0", progress=False)
     assert essence(repo, "s", PLAN) == expected
     with repo.core.database.read() as session:

@@ -35,7 +35,7 @@ def offer(planes: Sequence[str], scheme: str, data: str, *, is_secret: bool = Fa
         return tuple(each for each in planes if each != "ucx"), ""
     if importlib.util.find_spec("ucxx") is None:
         if data == "ucx":
-            raise Unsupported("data='ucx' needs UCXX, which is not installed: pip install 'datastates[cu12]' (it needs no GPU), or use tcp")
+            raise Unsupported("data='ucx' needs UCXX, which is not installed: pip install 'datastates[cu13]' (it needs no GPU), or use tcp")
         return tuple(each for each in planes if each != "ucx"), ""
     if data == "ucx":
         return tuple(planes), "ucx"

@@ -161,12 +161,31 @@ class Processes(Executor):
             future.set_result(inner.result())
 
     def _put_back(self, slot: _Slot, *, is_broken: bool = False) -> None:
+        if is_broken:
+            _hold(slot.pool)
         with self._lock:
             self._at_work.discard(slot)
             if not is_broken:
                 self._free.append(slot)
             self._lock.notify_all()
         self._next()
+
+
+_held: set[ProcessPoolExecutor] = set()
+
+
+def _hold(pool: ProcessPoolExecutor) -> None:
+    """Hold a broken pool until its own thread has ended. From Python 3.12 on, that thread waits for itself without end if it is the last to
+    let go of the pool, and the process, which waits for it at exit, never ends.
+    """
+
+    def end() -> None:
+        pool.shutdown(wait=True)
+        _held.discard(pool)
+
+    _held.add(pool)
+    with suppress(RuntimeError):  # no thread can be started as the interpreter ends: it is held until then
+        threading.Thread(target=end, name="datastates-broken-pool", daemon=True).start()
 
 
 class RayExecutor(Executor):

@@ -21,7 +21,7 @@ def one_thread() -> None:
 def url(request: pytest.FixtureRequest) -> str:
     """Where to serve."""
     if request.param.startswith("ucx"):
-        pytest.importorskip("ucxx", reason="UCXX is not installed: pip install ucxx-cu12")
+        pytest.importorskip("ucxx", reason="UCXX is not installed: pip install ucxx-cu13")
     return str(request.param)
 
 
