@@ -1,7 +1,8 @@
 """Something is raised at one line of functions that are named: which one the test counts through.
 
-Two kinds of lines are no steps, as an exception there would leave out the ``__exit__`` of a ``with`` block, which no program does to
-itself: the line to which a block comes back at its end, and ``try:``, an instruction that does nothing and that CPython leaves uncovered.
+Some lines are no steps, as an exception there would leave out the ``__exit__`` of a ``with`` block, which no program does to itself: the
+line to which a block comes back at its end, ``try:``, an instruction that does nothing and that CPython leaves uncovered, and, from Python
+3.12 on, the end of a turn of a loop, where an exception of a tracer (but not one of a signal's handler) leaves the function at once.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ __all__ = ["Interruption", "codes_of"]
 
 NEVER = -1
 MOST_TIMES = 3
-_NOTHING = dis.opmap["NOP"]
+_UNCOVERED = {dis.opmap[name] for name in ("NOP", *(["JUMP_BACKWARD"] if sys.version_info >= (3, 12) else []))}
 
 
 def codes_of(*places: ModuleType | Callable[..., Any]) -> frozenset[CodeType]:
@@ -105,7 +106,7 @@ class _Lines:
             else:
                 if line in self._heads:
                     self._inside.add(line)
-                if frame.f_code.co_code[frame.f_lasti] != _NOTHING:
+                if frame.f_code.co_code[frame.f_lasti] not in _UNCOVERED:
                     self._interruption.step(frame)
         return self
 

@@ -88,7 +88,7 @@ class Slots:
         return self.begun[-1][0]
 
     def shutdown(self, *, wait: bool) -> None:
-        self.is_shut_down = True
+        self.is_shut_down = not wait  # a broken pool is waited for, and others are begun in its place
 
 
 def test_calls_fail_where_no_process_can_be_started_and_wait_for_one_that_is_at_work(monkeypatch: pytest.MonkeyPatch) -> None:
