@@ -97,7 +97,8 @@ def _torch() -> Iterator[Check]:
 def _ucx() -> Iterator[Check]:
     if importlib.util.find_spec("ucxx") is None:
         hint = (
-            "only data='ucx' needs it: pip install 'datastates[cu13]', beside a torch for CUDA 12 'datastates[cu12]' (neither needs a GPU)"
+            "only data='ucx' needs it, for RDMA: pip install 'datastates[cu13]', or 'datastates[cu12]' beside a torch for CUDA 12"
+            " (neither needs a GPU)"
         )
         yield Check("ucx", Verdict.MISSING, "UCXX is not installed", hint)
         return

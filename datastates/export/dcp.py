@@ -37,7 +37,7 @@ _ALLOWED = {
 }
 """The classes that the metadata of a checkpoint may consist of."""
 _MOVED = {"pathlib._local": "pathlib"}
-"""Modules of which Python 3.13 writes other names than others read."""
+"""What Python 3.13 calls otherwise."""
 
 
 class _Unpickler(pickle.Unpickler):

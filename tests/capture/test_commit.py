@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import sys
 import threading
 import time
 from collections import Counter
@@ -52,6 +53,8 @@ _LANDING = _COMMIT | _MEMORY | codes_of(arrivals.land, StateSink.adopt, pull.Pul
 _ANYWHERE = _COMMIT | codes_of(merge, arrivals, landing, peer, pull, transfer)
 
 TIMEOUT_S = 60.0
+FEWEST = 5 if sys.version_info < (3, 12) else 3
+"""More places than that are interrupted; newer versions of Python have fewer steps, as comprehensions are no functions of their own."""
 
 pytestmark = pytest.mark.slow
 
@@ -276,7 +279,7 @@ def test_captures_that_are_interrupted_are_there_for_all_or_for_none(
 ) -> None:
     with monkeypatch.context() as patch:
         places = each_step(Rounds(room, patch, trouble).take, room.check, _CAPTURE, error)
-    assert len(places) > 3
+    assert len(places) > FEWEST
 
 
 # --- merges and clones -----------------------------------------------------------------------------------------------------------------
@@ -288,7 +291,7 @@ def test_captures_that_are_interrupted_as_memory_takes_them_are_there_or_not(
 ) -> None:
     with monkeypatch.context() as patch:
         places = each_step(Rounds(room, patch, "").take, room.check, _MEMORY, error)
-    assert len(places) > 3
+    assert len(places) > FEWEST
 
 
 @pytest.mark.parametrize(("error", "codes"), [(out_of_memory, _MERGE), (interrupt, _MERGE), (leave, _MEMORY), (ctrl_c, _ANYWHERE)])
@@ -303,7 +306,7 @@ def test_a_merge_that_is_interrupted_is_there_for_all_or_for_none(
         with _survived(interruption):
             room.repo.merge(members, method="mean", into=None)
 
-    assert len(each_step(act, room.check, codes, error)) > 3
+    assert len(each_step(act, room.check, codes, error)) > FEWEST
 
 
 @pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning")  # Ctrl-C came just before it was
@@ -321,4 +324,4 @@ def test_a_clone_that_is_interrupted_is_there_for_all_or_for_none(
             with _survived(interruption):
                 there.clone(uid, repo=room.repo)
 
-        assert len(each_step(act, room.check, codes, error)) > 3
+        assert len(each_step(act, room.check, codes, error)) > FEWEST
