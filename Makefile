@@ -28,7 +28,7 @@ test-all:
 demo:
 	@PYTHON="$(PYTHON)" scripts/setup demo
 	@.venv/bin/python scripts/ui --install
-	@.venv/bin/python -m datastates demo
+	@env -u PYTHONDONTWRITEBYTECODE .venv/bin/python -m datastates demo
 
 ui:
 	@PYTHON="$(PYTHON)" scripts/setup demo
