@@ -8,7 +8,7 @@ OUT ?=
 .PHONY: help test test-all demo bench gpu ui docs format clean
 
 help:
-	@echo "make test     set up, then run the gate: format, lint, types, imports, page, tests with an eighth of the generated cases"
+	@echo "make test     set up, then run the gate: format, lint, types, imports, page, tests with a twelfth of the generated cases"
 	@echo "make test-all the same with every case, every executor and example, and random cases besides"
 	@echo "make demo     set up, then run the main job: train, fork, resume and prove (two minutes)"
 	@echo "make ui       set up, then build the page into api/static"

@@ -169,7 +169,7 @@ def room(tmp_path: Path) -> Iterator[Room]:
 def each_step(
     act: Callable[[Interruption], None], check: Callable[[str], None], codes: frozenset[CodeType], error: Callable[[], None]
 ) -> list[str]:
-    """Interrupt ``act`` at its first step, at its second one, and so on; where that was. In the gate at an eighth of them."""
+    """Interrupt ``act`` at its first step, at its second one, and so on; where that was. In the gate at a twelfth of them."""
     counted = Interruption(codes, NEVER, error)
     act(counted)
     check("nothing was interrupted")

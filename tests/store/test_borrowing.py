@@ -223,7 +223,7 @@ def test_nothing_depends_on_the_index(tmp_path: Path, wreck: Callable[[Path], No
 
 
 def test_no_flip_in_the_index_changes_what_is_stored(tmp_path: Path) -> None:
-    """All positions of three entries (in the gate an eighth of them): some say that a chunk lies within or behind another one."""
+    """All positions of three entries (in the gate a twelfth of them): some say that a chunk lies within or behind another one."""
     tier = LocalTier(tmp_path)
     tier.put(big("a", 1, 2, 3))
     path = tmp_path / ".chunks"

@@ -1,6 +1,6 @@
-"""How much of what can be tried is tried: in the gate an eighth, another one after each commit; all of it with ``DATASTATES_THOROUGH=1``.
+"""How much of what can be tried is tried: in the gate a twelfth, another one after each commit; all of it with ``DATASTATES_THOROUGH=1``.
 
-``SEED`` decides which eighth, and what is drawn at random. In the gate it is the number of the commit, so that eight commits in a row try
+``SEED`` decides which twelfth, and what is drawn at random. In the gate it is the number of the commit, so that twelve commits in a row try
 everything; in a thorough run it is drawn anew. Every run prints it, and ``DATASTATES_SEED`` sets it: the run is then repeated.
 """
 
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 ROOT = Path(__file__).parents[2]
 IS_THOROUGH = os.environ.get("DATASTATES_THOROUGH") == "1"
-PARTS = 8
+PARTS = 12
 FIRST_RANDOM_SEED = 1_000_000
 GROUPS = pytest.StashKey[list[str | None]]()
 """Of every test of this run, the group within which it takes turns; of those too that wait for theirs."""
@@ -64,7 +64,7 @@ def examples(count: int) -> int:
 
 
 def is_in_turn(index: int, count: int, turn: int = TURN) -> bool:
-    """Whether the gate tries this one of so many cases: one in eight, and one of fewer."""
+    """Whether the gate tries this one of so many cases: one in twelve, and one of fewer."""
     parts = max(1, min(PARTS, count))
     return index % parts == turn % parts
 
@@ -86,7 +86,7 @@ def in_turn(groups: Sequence[str | None], turn: int = TURN) -> list[bool]:
 
 
 def seeds(count: int, more: int | None = None) -> Sequence[int]:
-    """Of ``range(count)`` those that this run tries; in a thorough run all, and so many that nobody has tried (an eighth of them)."""
+    """Of ``range(count)`` those that this run tries; in a thorough run all, and so many that nobody has tried (a twelfth of them)."""
     if not IS_THOROUGH:
         return part(range(count))
     choose = random.Random(SEED)

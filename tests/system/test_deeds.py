@@ -26,11 +26,11 @@ def test_a_deed_is_where_its_last_call_was_and_over_at_the_end_of_the_block() ->
 def test_a_call_about_many_bytes_is_given_longer() -> None:
     with deed("writing a state") as one:
         at("sync", Path("/packs/one"))
-        assert not one.is_stalled(one.since + 29.0, 30.0)
-        assert one.is_stalled(one.since + 30.0, 30.0)
+        assert not one.is_stalled(one.since + 29.9, 30.0)
+        assert one.is_stalled(one.since + 30.1, 30.0)
         at("sync", Path("/packs/one"), 10_000_000_000)
-        assert not one.is_stalled(one.since + 529.0, 30.0)
-        assert one.is_stalled(one.since + 530.0, 30.0)
+        assert not one.is_stalled(one.since + 529.9, 30.0)
+        assert one.is_stalled(one.since + 530.1, 30.0)
 
 
 def test_calls_outside_of_a_deed_are_hindered_too_and_only_as_long_as_somebody_is_in_the_way() -> None:

@@ -155,7 +155,7 @@ def test_a_state_that_nobody_was_told_of_is_checked_too(repo: Repository) -> Non
 
 
 def test_every_flip_in_a_small_pack_and_manifest_is_found_by_verify_and_by_restore(tmp_path: Path) -> None:
-    """All positions (in the gate an eighth of them); in the pack: header, its padding, chunks, the zeros behind them."""
+    """All positions (in the gate a twelfth of them); in the pack: header, its padding, chunks, the zeros behind them."""
     weight = torch.arange(40.0)
     with datastates.open(tmp_path / "runs", config=QUIET) as first, first.track(weight=weight, more=[1, "x"], rng=False) as run:
         uid = run.capture(metrics={"loss": 0.5}).wait("durable").uid
@@ -175,7 +175,7 @@ def test_every_flip_in_a_small_pack_and_manifest_is_found_by_verify_and_by_resto
 
 
 def test_every_flip_in_a_chronicle_is_found_by_verify_and_mended_by_repair(tmp_path: Path) -> None:
-    """All positions of two frames (in the gate an eighth of them): head, body, foot. Whoever rebuilds the lineage is told of it, too."""
+    """All positions of two frames (in the gate a twelfth of them): head, body, foot. Whoever rebuilds the lineage is told of it, too."""
     weight = torch.arange(40.0)
     for _ in range(2):
         with datastates.open(tmp_path / "runs", config=QUIET) as repo, repo.track(weight=weight, rng=False) as run:
@@ -228,7 +228,7 @@ def test_a_chronicle_that_knows_more_than_its_lineage_is_not_written_anew(tmp_pa
 
 
 def test_every_change_of_a_seal_is_found_by_verify(tmp_path: Path) -> None:
-    """Each of its digits (in the gate an eighth of them)."""
+    """Each of its digits (in the gate a twelfth of them)."""
     with datastates.open(tmp_path / "runs", config=QUIET) as repo, repo.track(weight=torch.arange(40.0), rng=False) as run:
         uid = run.capture().wait("durable").uid
         repo.verify(uid)
