@@ -4,6 +4,8 @@ BENCHMARK ?=
 DEVICE ?= cuda
 WHEELS ?=
 OUT ?=
+# Setup compiles nothing: what runs first does, and must be allowed to keep it.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help test test-all demo bench gpu ui docs format clean
 
@@ -28,7 +30,7 @@ test-all:
 demo:
 	@PYTHON="$(PYTHON)" scripts/setup demo
 	@.venv/bin/python scripts/ui --install
-	@env -u PYTHONDONTWRITEBYTECODE .venv/bin/python -m datastates demo
+	@.venv/bin/python -m datastates demo
 
 ui:
 	@PYTHON="$(PYTHON)" scripts/setup demo

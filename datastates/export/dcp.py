@@ -37,7 +37,7 @@ _ALLOWED = {
 }
 """The classes that the metadata of a checkpoint may consist of."""
 _MOVED = {"pathlib._local": "pathlib"}
-"""What Python 3.13 calls otherwise."""
+"""Modules whose classes Python 3.13 pickles under another name."""
 
 
 class _Unpickler(pickle.Unpickler):
