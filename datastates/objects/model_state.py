@@ -6,7 +6,7 @@ import operator
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, repeat
 from typing import Any
 
 import torch
@@ -80,7 +80,8 @@ class ModelState:
 
     def _is_made_by_torch(self) -> bool:
         """Whether nobody has put a method of their own into a part, or into a class, since the last look."""
-        has_own = any("state_dict" in part or "_save_to_state_dict" in part for part in self._parts or ())
+        parts = self._parts or ()
+        has_own = any(any(map(operator.contains, parts, repeat(name))) for name in _METHODS)
         return not has_own and all(map(_is_plain_kind, self._kinds))
 
     def raw_names(self) -> dict[str, str]:
@@ -114,13 +115,17 @@ def _look(parts: list[dict[str, Any]]) -> Seen:
     """Look at every member of the modules with these ``__dict__``s, by name and object."""
     named = [*chain.from_iterable(map(_NAMED, parts))]
     others = [*chain.from_iterable(map(_OTHERS, parts))]
-    objects = [*chain.from_iterable(named), *chain.from_iterable(map(_VALUES, named)), *chain.from_iterable(filter(None, others))]
-    return Seen(objects, [*map(len, named), *map(len, others)])
+    full = [*filter(None, named)]
+    objects, counts = [*chain.from_iterable(full), *chain.from_iterable(map(dict.values, full))], [*map(len, named)]
+    if any(others):
+        objects += chain.from_iterable(others)
+        counts += map(len, others)
+    return Seen(objects, counts)
 
 
 _NAMED = operator.itemgetter("_parameters", "_buffers", "_modules")
 _OTHERS = operator.itemgetter("_non_persistent_buffers_set", "_state_dict_hooks", "_state_dict_pre_hooks")  # almost all are empty
-_VALUES = operator.methodcaller("values")
+_METHODS = ("state_dict", "_save_to_state_dict")
 
 
 def _has_plain_state(module: nn.Module) -> bool:
@@ -130,8 +135,8 @@ def _has_plain_state(module: nn.Module) -> bool:
         and not isinstance(part, torch.jit.ScriptModule)  # its members are not in its ``__dict__``
         and not part._state_dict_hooks
         and all(map(_only_shards, part._state_dict_pre_hooks.values()))
-        and "state_dict" not in part.__dict__
-        and "_save_to_state_dict" not in part.__dict__
+        and not any(name in part.__dict__ for name in _METHODS)
+        and all(isinstance(members, dict) for members in _NAMED(part.__dict__))
         for part in module.modules()
     )
 

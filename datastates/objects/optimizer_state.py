@@ -5,7 +5,6 @@ Torch numbers parameters by their order; names survive another order, an unfroze
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Mapping
 from itertools import chain
 from typing import Any
@@ -54,6 +53,8 @@ class OptimizerState:
         seen = _look(self.optimizer)
         if seen is not None and self._is_as_it_was(seen, trees, labels):
             return {"state": self._state, "param_groups": _groups(self.optimizer, self._names), CLASS: self._class}
+        if seen is not None and not _says_all(self.optimizer):
+            seen = None
         self._names, self._trees, self._labels, self._seen = names(), trees, labels, seen
         self._class = class_of(self.optimizer)
         tree = optimizer_tree(self.optimizer, self._names)
@@ -72,23 +73,22 @@ class OptimizerState:
 
 
 def _look(optimizer: Optimizer) -> Seen | None:
-    """Every parameter and every entry of the state by name and object; None if these do not say all, because a number or a list may
-    change.
-    """
+    """Every parameter and every entry of the state by name and object; None if its state has another form."""
     state, groups = optimizer.state, optimizer.param_groups
     entries = list(state.values())
     if not is_plain(optimizer) or not _DICT.issuperset(map(type, entries)):
         return None
-    values = [*chain.from_iterable(map(_VALUES, entries))]
-    if not kinds().issuperset(map(type, values)):
-        return None
     rows = [group["params"] for group in groups]
-    objects = [*state, *chain.from_iterable(entries), *values, *groups, *chain.from_iterable(rows)]
+    objects = [*state, *chain.from_iterable(entries), *chain.from_iterable(map(dict.values, entries)), *groups, *chain.from_iterable(rows)]
     return Seen(objects, [*map(len, entries), *map(len, rows)])
 
 
+def _says_all(optimizer: Optimizer) -> bool:
+    """Whether the objects that ``_look`` finds say all of the state, which they do if all are tensors: a list may change in place."""
+    return kinds().issuperset(map(type, chain.from_iterable(map(dict.values, optimizer.state.values()))))
+
+
 _DICT = frozenset({dict})
-_VALUES = operator.methodcaller("values")
 
 
 def optimizer_tree(optimizer: Optimizer, names: Names) -> dict[str, object]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import operator
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
@@ -59,7 +60,7 @@ class Oversights:
         has_gradients: bool = False,
     ) -> None:
         self._has_stepped = has_stepped
-        self._optimizers = [(path, found) for path, found in parts(objects) if isinstance(found, Optimizer)]
+        self._optimizers = [_Watched(path, found) for path, found in parts(objects) if isinstance(found, Optimizer)]
         self._buffers = [each for path, found in parts(objects) if isinstance(found, nn.Module) for each in _left_out(path, found)]
         self._looks = 0
         self._stamps: list[object] | None = None
@@ -73,14 +74,9 @@ class Oversights:
             for _, found in parts({name: tracked})
             if has_state(found) and not isinstance(found, _KNOWN)
         ]
-        self._counts: dict[int, int] = {}
         is_scaled = any(isinstance(found, torch.amp.GradScaler) for _, found in parts(objects))  # a scaler leaves out steps
         self._heeds_gradients = not has_gradients and not is_scaled
-        self._samples: dict[int, torch.Tensor] = {}
-        self._gradients: dict[int, tuple[TensorWeakRef, int]] = {}
-        self._versions: dict[int, list[object]] = {}
         self._clipped = {id(part.weight) for module in self._modules for part in module.modules() if _clips_its_weight(part)}
-        self._idle: dict[int, int] = {}
         self._warn_of_metrics([each for path, found in parts(objects) if isinstance(found, nn.Module) for each in _metrics(path, found)])
         empty = [name for name, tree in outlook.items() if isinstance(tree, dict) and not tree]
         self._warn_of_empty([name for name in empty if name in objects and _keeps_something(objects[name])])
@@ -117,77 +113,98 @@ class Oversights:
 
     def _look_for_owners(self) -> None:
         """Report parameters that an optimizer trains and that nothing tracked has: at first, and when it has got others."""
-        for path, optimizer in self._optimizers:
-            count = sum(len(group["params"]) for group in optimizer.param_groups)
-            if self._held is None or self._counts.get(id(optimizer)) == count:
+        for watched in self._optimizers:
+            rows = [(len(params), id(params[0]) if params else 0) for params in map(_PARAMS, watched.optimizer.param_groups)]
+            if watched.rows == rows:
                 continue
-            self._counts[id(optimizer)] = count
+            watched.rows, watched.ends, watched.sample = rows, (), None
+            if self._held is None:
+                continue
             owned = {id(tensor) for module in self._modules for tensor in module.parameters()}
-            lost = [each for each in _parameters(optimizer) if id(each) not in owned and _memory_of(each) not in self._held]
+            lost = [each for each in _parameters(watched.optimizer) if id(each) not in owned and _memory_of(each) not in self._held]
             lost = [each for each in lost if not any(_may_have(each, *other) for other in self._others)]
             if lost:
                 _logger.warning(
                     "%s trains %s that nothing tracked has, of shape %s: no state has them; track the module that they are in, too",
-                    path, "a parameter" if len(lost) == 1 else f"{len(lost)} parameters",
+                    watched.path, "a parameter" if len(lost) == 1 else f"{len(lost)} parameters",
                     ", ".join(str(tuple(each.shape)) for each in lost[:3]) + (", …" if len(lost) > 3 else ""),
                 )  # fmt: skip
 
     def _look_at_optimizers(self) -> None:
-        stepped = {id(optimizer): self._has_stepped(optimizer) for _, optimizer in self._optimizers}
-        for path, optimizer in self._optimizers:
-            versions = [_stamp(each) for each in self._ends_of(optimizer)]
-            before = self._versions.get(id(optimizer), versions)
-            self._versions[id(optimizer)] = versions
+        stepped = [watched for watched in self._optimizers if self._has_stepped(watched.optimizer)]
+        for watched in self._optimizers:
+            if not watched.ends or not all(map(_REQUIRES_GRAD, watched.ends)):
+                watched.ends = self._ends_of(watched.optimizer)
+            versions = [*map(_stamp, watched.ends)]
+            before = versions if watched.versions is None else watched.versions
+            watched.versions = versions
             if self._heeds_gradients:
-                self._look_at_gradients(path, optimizer, is_still=versions == before and not any(stepped.values()))
-            if stepped[id(optimizer)]:
-                self._idle[id(optimizer)] = 0
+                self._look_at_gradient(watched, is_still=not stepped and versions == before)
+            if watched in stepped:
+                watched.idle = 0
             elif versions and len(versions) == len(before) and all(map(operator.ne, versions, before)):
-                self._idle[id(optimizer)] = self._idle.get(id(optimizer), 0) + 1
-            if self._idle.get(id(optimizer), 0) == _IDLE and not self._is_shared(optimizer, stepped):
+                watched.idle += 1
+            if watched.idle == _IDLE and not _is_shared(watched, stepped):
                 _logger.warning(
                     "%s takes no step although its parameters change: if another optimizer took its place, no state has that one; track it"
                     " instead",
-                    path,
+                    watched.path,
                 )
 
-    def _look_at_gradients(self, path: str, optimizer: Optimizer, *, is_still: bool) -> None:
+    def _look_at_gradient(self, watched: _Watched, *, is_still: bool) -> None:
         """Report gradients that were added to since the last capture, without a step. ``is_still``: nothing has stepped since.
 
         The gradient of one parameter says it for all.
         """
-        sample = self._samples.get(id(optimizer))
-        if sample is None or not sample.requires_grad:
-            sample = next((each for each in _parameters(optimizer) if each.requires_grad), None)
-            if sample is None:
-                return
-            self._samples[id(optimizer)] = sample
-        gradient, last = sample.grad, self._gradients.pop(id(optimizer), None)
+        last, watched.gradient = watched.gradient, None
+        if watched.sample is None or not watched.sample.requires_grad:
+            watched.sample = next(filter(_REQUIRES_GRAD, _parameters(watched.optimizer)), None)
+        gradient = None if watched.sample is None else watched.sample.grad
         if gradient is None or gradient.is_inference():
             return
-        self._gradients[id(optimizer)] = TensorWeakRef(gradient), gradient._version
+        watched.gradient = TensorWeakRef(gradient), gradient._version
         # One change is a backward; several may be a gradient that was set to zero before it.
         if is_still and last is not None and last[0]() is gradient and gradient._version == last[1] + 1:
             self._heeds_gradients = False
             _logger.warning(
                 "captured while %s accumulates gradients, which this state does not have: a training that goes on from it begins the"
                 " accumulation with the next batch; capture after optimizer.step(), or track with gradients=True",
-                path,
+                watched.path,
             )
 
-    def _ends_of(self, optimizer: Optimizer) -> list[torch.Tensor]:
+    def _ends_of(self, optimizer: Optimizer) -> Sequence[torch.Tensor]:
         """The first and the last of the parameters that only a step changes: an optimizer in its place would change both."""
-        groups = optimizer.param_groups
-        forwards = (each for group in groups for each in group["params"])
-        backwards = (each for group in reversed(groups) for each in reversed(group["params"]))
-        ways = ((each for each in way if each.requires_grad and id(each) not in self._clipped) for way in (forwards, backwards))
-        return [each for way in ways if (each := next(way, None)) is not None]
+        trained = [each for each in _parameters(optimizer) if each.requires_grad and id(each) not in self._clipped]
+        return (trained[0], trained[-1]) if trained else ()
 
-    def _is_shared(self, optimizer: Optimizer, stepped: Mapping[int, bool]) -> bool:
-        """Whether another tracked optimizer trains the same parameters."""
-        mine = {id(parameter) for parameter in _parameters(optimizer)}
-        others = [other for _, other in self._optimizers if stepped[id(other)]]
-        return any(id(parameter) in mine for other in others for parameter in _parameters(other))
+
+@dataclass(slots=True, eq=False)
+class _Watched:
+    """A tracked optimizer, and what the last capture saw of it.
+
+    ``rows`` are the length and the id of the first parameter of each group: they differ once it has got other parameters. ``ends`` are the
+    parameters by which a step is seen, and ``versions`` their stamps; ``gradient`` is that of the parameter ``sample``, and its version.
+    ``idle`` counts the captures in a row that found it without a step while its parameters changed.
+    """
+
+    path: str
+    optimizer: Optimizer
+    rows: list[tuple[int, int]] | None = None
+    ends: Sequence[torch.Tensor] = ()
+    versions: list[object] | None = None
+    sample: torch.Tensor | None = None
+    gradient: tuple[TensorWeakRef, int] | None = None
+    idle: int = 0
+
+
+_PARAMS = operator.itemgetter("params")
+_REQUIRES_GRAD = operator.attrgetter("requires_grad")
+
+
+def _is_shared(watched: _Watched, stepped: Iterable[_Watched]) -> bool:
+    """Whether another tracked optimizer, which has stepped, trains the same parameters."""
+    mine = {id(parameter) for parameter in _parameters(watched.optimizer)}
+    return any(id(parameter) in mine for other in stepped for parameter in _parameters(other.optimizer))
 
 
 def _shapes_in(tree: object) -> set[tuple[int, ...]]:

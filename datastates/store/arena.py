@@ -106,8 +106,9 @@ class Arena:
                     if self._reach(most) < count:
                         return None
                     fresh = self._widen(count - len(self._free)) if len(self._free) < count else range(0)
-                    self._put_below(fresh)
-                    self._untouched.update(fresh)
+                    if fresh:
+                        self._put_below(fresh)
+                        self._untouched.update(fresh)
                     taken = self._take(count, prefer)
                     break
             self._changed.wait_for(lambda: not self._is_coming(count, most))  # a few ms: another thread is touching them right now

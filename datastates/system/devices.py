@@ -285,8 +285,7 @@ class _Torch:
                 raise
 
     def generators(self) -> Mapping[int, torch.Tensor]:
-        module: Any = _module()
-        return {device.index: module.get_rng_state(device.index) for device in self.in_use()}
+        return {device.index: torch.get_device_module(device).get_rng_state(device.index) for device in self.in_use()}
 
     def set_generators(self, states: Mapping[int, torch.Tensor]) -> int:
         module = _module()

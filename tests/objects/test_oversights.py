@@ -179,6 +179,17 @@ def test_parameters_that_an_optimizer_trains_and_nothing_tracked_has_are_told_on
         assert caplog.text.count("optimizer trains 3 parameters") == 1
 
 
+def test_parameters_that_replace_as_many_others_are_told(repo: Repository, caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with repo.track(model=model, optimizer=optimizer) as run:
+        run.capture()
+        assert "nothing tracked has" not in caplog.text
+        optimizer.param_groups[0]["params"][:] = nn.Linear(3, 3).parameters()
+        run.capture()
+    assert "optimizer trains 2 parameters that nothing tracked has, of shape (3, 3), (3,): no state has them" in caplog.text
+
+
 def test_a_parameter_that_wraps_others_is_not_taken_for_another_that_does(caplog: pytest.LogCaptureFixture) -> None:
     had, lost = (Wrapping(torch.ones(3), requires_grad=True) for _ in range(2))
     optimizer = torch.optim.SGD([had, lost], 0.1)
