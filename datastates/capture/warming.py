@@ -155,14 +155,17 @@ class Warmer:
                     self._rest(_SHORT_S)
                     continue
                 began = time.perf_counter()
-                self._arena.warm_up()
+                if self._arena.warm < self.kept:
+                    self._arena.warm_up()
+                else:
+                    self._arena.merge_pages()
                 self._rest(_REST * (time.perf_counter() - began))
         except Closed:
             return  # a runner that gave up its captures does not wait for this thread
 
     def _wait_for_need(self) -> bool:
-        """Wait until more slots should be warm than are; False at the end."""
-        self._changed.wait_for(lambda: self._is_closed or self._arena.warm < self.kept)
+        """Wait until more slots should be warm than are, or until warm ones have small pages; False at the end."""
+        self._changed.wait_for(lambda: self._is_closed or self._arena.warm < self.kept or self._arena.has_small_pages)
         return not self._is_closed
 
     def _rest(self, seconds: float) -> None:

@@ -4,8 +4,9 @@ Copying into memory that was touched before is an order of magnitude faster than
 one reserved mapping, of which a growing part is *warm*: ``warm_up``, ``make_real`` or the first write makes it real, and it is not
 given back before ``close``. Forked children (workers of a data loader) do not see the arena, so they do not pay for copy-on-write of it.
 
-It uses huge pages if the kernel gives them quickly. A physical machine makes huge pages real at 22 GB/s and small ones at 3 GB/s.
-A virtual machine may have to ask its host for each huge page, at 0.5 to 1.1 GB/s. So if huge pages come slowly, small ones follow.
+It uses huge pages, which a state is written from with a third of the processor time. A physical machine makes them real at 22 GB/s, and
+small ones at 3 GB/s. A virtual machine may have to ask its host for each huge page, at 0.5 to 1.1 GB/s. So if huge pages come slowly,
+slots that a capture waits for get small ones, which ``merge_pages`` makes huge later.
 """
 
 from __future__ import annotations
@@ -34,6 +35,12 @@ __all__ = ["Arena"]
 _HUGE_BYTES = 2 << 20
 _MAP_NORESERVE = 0x4000 if sys.platform == "linux" else 0
 
+_libc = ctypes.CDLL(None, use_errno=True)
+_MADV_COLLAPSE = 25
+
+_TRIES = 8
+"""How often to try to make the pages of a slot huge: the kernel refuses while a write to disk reads from them."""
+
 _SLOW_S = 0.003
 """The processor time, in seconds, from which a slot counts as slow to become real: small pages take half of it, huge ones a tenth or three
 times as much."""
@@ -54,7 +61,8 @@ class Arena:
         start = -address % _HUGE_BYTES
         self._address, self._start = address + start, start
         self._reserved: mmap.mmap | None = reserved
-        self._has_small_pages = False
+        self._are_huge_pages_slow = False
+        self._small: dict[int, int] = {}  # the slots that were given small pages, and how often to try yet to make them huge
         self._view = memoryview(reserved)[start : start + self.capacity * CHUNK_BYTES]
         with torch.inference_mode(False):  # a tensor made in that mode cannot be written to outside of it
             self.flat = torch.frombuffer(self._view, dtype=torch.uint8)
@@ -122,7 +130,7 @@ class Arena:
             return
         for slot in slots:
             if slot in self._untouched:
-                self._touch(slot)
+                self._touch(slot, is_awaited=True)
                 with self._lock:
                     self._untouched.discard(slot)
 
@@ -138,7 +146,7 @@ class Arena:
             self._coming += len(fresh)
         try:
             for slot in fresh:
-                self._touch(slot)
+                self._touch(slot, is_awaited=False)
             self._register()
         finally:
             with self._lock:
@@ -147,6 +155,30 @@ class Arena:
                     self._put_below(fresh)
             self._changed.ring()
         return bool(fresh)
+
+    @property
+    def has_small_pages(self) -> bool:
+        """Whether ``merge_pages`` has something to do."""
+        return bool(self._small) and self._pinned is None  # registered memory cannot move
+
+    def merge_pages(self) -> None:
+        """Make the pages of one slot huge, on a background thread; its contents stay, and whoever uses it may go on.
+
+        That takes as long as it takes to make fresh huge pages real. The kernel holds up each ``mmap`` and ``munmap`` of the process
+        meanwhile, so call it seldom.
+        """
+        with self._lock:
+            if self._is_closed or not self.has_small_pages:
+                return
+            slot, reserved, flat = next(iter(self._small)), self._reserved, self.flat  # ``flat`` keeps the memory until this returns
+            tries = self._small.pop(slot)
+        assert reserved is not None
+        start, length = self._start + slot * CHUNK_BYTES, CHUNK_BYTES
+        with suppress(OSError):
+            reserved.madvise(mmap.MADV_HUGEPAGE, start, length)  # where the next call is not known, the kernel may do it by itself
+        if _libc.madvise(ctypes.c_void_p(flat.data_ptr() + slot * CHUNK_BYTES), ctypes.c_size_t(length), _MADV_COLLAPSE) and tries > 1:
+            with self._lock:
+                self._small[slot] = tries - 1  # after the others
 
     def pin(self, registrar: Registrar) -> None:
         """Register warm slots from now on, so that copies from and to devices are asynchronous; only the first call counts.
@@ -219,19 +251,20 @@ class Arena:
         if self._pinned is not None:
             self._pinned.let_go()
 
-    def _touch(self, slot: int) -> None:
-        """Make one of the caller's slots real; its contents are lost."""
+    def _touch(self, slot: int, *, is_awaited: bool) -> None:
+        """Make one of the caller's slots real; its contents are lost. ``is_awaited``: the training may have to wait for it."""
         with self._lock:
             reserved, flat = self._reserved, self.flat
         if reserved is None:
             return  # closed meanwhile
-        if self._has_small_pages:
+        if is_awaited and self._are_huge_pages_slow:
             with suppress(OSError):  # a kernel without huge pages
                 reserved.madvise(mmap.MADV_NOHUGEPAGE, self._start + slot * CHUNK_BYTES, CHUNK_BYTES)
+                self._small[slot] = _TRIES
         began = time.thread_time()
         flat[slot * CHUNK_BYTES : (slot + 1) * CHUNK_BYTES : mmap.PAGESIZE].zero_()
         if time.thread_time() - began > _SLOW_S and hasattr(mmap, "MADV_NOHUGEPAGE"):
-            self._has_small_pages = True
+            self._are_huge_pages_slow = True
 
     # All below runs under the lock, except ``_register``
 
@@ -280,6 +313,7 @@ class Arena:
         self._free, self._tensors, self._pieces = {}, [None] * self.capacity, {}
         self._warm = self.capacity
         self._view, self._reserved = memoryview(b""), None
+        self._small = {}
         self.flat = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def _leave_to_parent(self) -> None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import operator
+import platform
 import re
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -127,15 +129,39 @@ def test_only_so_much_becomes_warm_as_whoever_asks_allows(arena: Arena) -> None:
     assert arena.warm == 5
 
 
+def pretend(monkeypatch: pytest.MonkeyPatch, taken_s: Iterable[float]) -> None:
+    """Touching the next slots takes so long, as the arena sees it."""
+    now = iter(itertools.accumulate(itertools.chain.from_iterable((1.0, each) for each in taken_s)))
+    monkeypatch.setattr(time, "thread_time", lambda: next(now))
+
+
 def advised_small(arena: Arena, slot: int) -> bool:
     """Whether the kernel is told to give a slot small pages."""
-    address, within = arena.tensor(slot).data_ptr(), False
+    return "nh" in mapped(arena, slot)["VmFlags"].split()
+
+
+def huge_bytes(arena: Arena) -> int:
+    """The bytes of huge pages in the mapping where the arena begins."""
+    return int(mapped(arena, 0)["AnonHugePages"].split()[0]) << 10
+
+
+def mapped(arena: Arena, slot: int) -> dict[str, str]:
+    """What the kernel says of the mapping in which a slot lies."""
+    address, within, said = arena.tensor(slot).data_ptr(), False, dict[str, str]()
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if span := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
             within = int(span[1], 16) <= address < int(span[2], 16)
-        elif within and line.startswith("VmFlags:"):
-            return "nh" in line.split()
-    raise AssertionError(f"slot {slot} is not mapped")
+        elif within:
+            name, _, value = line.partition(":")
+            said[name] = value
+    return said
+
+
+def merges_pages() -> bool:
+    """Whether this kernel has huge pages, and merges small ones when it is told to: from Linux 6.1 on."""
+    enabled = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    numbers = [int(part) for part in re.findall(r"\d+", platform.release())[:2]]
+    return numbers >= [6, 1] and enabled.exists() and "[never]" not in enabled.read_text()
 
 
 def test_slots_are_touched_before_they_are_copied_to_and_only_once(arena: Arena) -> None:
@@ -154,16 +180,58 @@ def test_slots_are_touched_before_they_are_copied_to_and_only_once(arena: Arena)
 
 
 @pytest.mark.parametrize("slow", [False, True])
-def test_huge_pages_that_come_slowly_are_the_last(arena: Arena, monkeypatch: pytest.MonkeyPatch, slow: bool) -> None:
-    taken_s = iter([0.0001, 0.009 if slow else 0.0002, 0.009, 0.0015])
-    now = iter(itertools.accumulate(itertools.chain.from_iterable((1.0, each) for each in taken_s)))
-    monkeypatch.setattr(time, "thread_time", lambda: next(now))
+def test_slots_that_are_awaited_get_small_pages_once_huge_ones_come_slowly(
+    arena: Arena, monkeypatch: pytest.MonkeyPatch, slow: bool
+) -> None:
+    pretend(monkeypatch, [0.0001, 0.009 if slow else 0.0002, 0.009, 0.0015, 0.0015])
     slots = acquire(arena, 3)
     arena.make_real(slots[:2])
     arena.make_real(slots[2:])
     arena.warm_up(1)
-    small = [advised_small(arena, slot) for slot in (*slots, 3)]
-    assert small == ([False, False, True, True] if slow else [False, False, False, True])
+    arena.make_real(acquire(arena, 2))
+    small = [advised_small(arena, slot) for slot in (*slots, 3, 4)]
+    assert small == ([False, False, True, False, True] if slow else [False, False, False, False, True])
+
+
+def test_pages_are_merged_and_their_contents_stay(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, [0.009, 0.0015, 0.0015])
+    slots = acquire(arena, 3)
+    arena.make_real(slots)
+    assert arena.has_small_pages
+    arena.tensor(slots[1]).fill_(7)
+    while arena.has_small_pages:
+        arena.merge_pages()
+    if merges_pages():
+        assert huge_bytes(arena) >= 2 * CHUNK_BYTES
+    assert not any(advised_small(arena, slot) for slot in slots)
+    assert arena.tensor(slots[1]).eq(7).all()
+    arena.merge_pages()
+
+
+def test_pages_that_the_kernel_will_not_merge_are_left_in_the_end(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, [0.009, 0.0015, 0.0015])
+    asked: list[int] = []
+
+    class Refusing:
+        def madvise(self, address: ctypes.c_void_p, _length: object, _advice: int) -> int:
+            asked.append(address.value or 0)
+            return -1
+
+    monkeypatch.setattr("datastates.store.arena._libc", Refusing())
+    slots = acquire(arena, 3)
+    arena.make_real(slots)
+    while arena.has_small_pages:
+        arena.merge_pages()
+    addresses = [arena.tensor(slot).data_ptr() for slot in slots[1:]]
+    assert asked == addresses * 8, "each in its turn"
+
+
+def test_pages_of_a_closed_arena_are_left_alone(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, [0.009, 0.0015])
+    arena.make_real(acquire(arena, 2))
+    arena.close()
+    assert not arena.has_small_pages
+    arena.merge_pages()
 
 
 def test_whoever_needs_slots_that_are_being_touched_waits_for_them(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -178,6 +179,24 @@ def test_memory_becomes_warm_slot_by_slot_up_to_what_is_kept(is_given: bool, unt
     warmers.pop().close()
     assert arena.warm == until
     assert set(arena.touched) == {1}
+
+
+def test_small_pages_are_merged_once_enough_memory_is_warm(warmers: list[Warmer], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("datastates.store.arena._SLOW_S", -1.0)
+    arena = Arena(10 * CHUNK_BYTES)
+    slots = arena.acquire(4)
+    assert slots is not None
+    arena.make_real(slots)
+    assert arena.has_small_pages
+    warmers.append(Warmer(arena, is_given=True))
+    warmers[0].expect("main", 1)
+    deadline = time.monotonic() + 60
+    while arena.has_small_pages:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert arena.warm == 10
+    warmers.pop().close()
+    arena.close()
 
 
 def test_a_line_that_ended_needs_no_memory_any_more(warmers: list[Warmer]) -> None:
