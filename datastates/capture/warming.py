@@ -1,4 +1,5 @@
-"""Decides how much memory states take, that is how many slots should be warm, and has a thread that warms them little by little.
+"""Decides how much memory states take, that is how many slots should be warm, and has a thread that warms them little by little, and then
+makes small pages of warm ones huge.
 
 Fresh memory costs the machine up to one second of a core for each GiB, whichever thread touches it first. So captures take it at once only
 for small states, and for as few large ones as they can do with. After that, warm slots are used again before more memory is touched. The
@@ -39,6 +40,9 @@ _LOOK_S = 0.5
 
 _SHORT_S = 1.0
 """For how long no memory is touched once it has run short, in seconds."""
+
+_REFUSED_S = 1.0
+"""For how long to wait once the kernel refused to make pages huge, as it does while they are written to disk, in seconds."""
 
 
 class Warmer:
@@ -157,8 +161,8 @@ class Warmer:
                 began = time.perf_counter()
                 if self._arena.warm < self.kept:
                     self._arena.warm_up()
-                else:
-                    self._arena.merge_pages()
+                elif not self._arena.merge_pages():
+                    self._rest(_REFUSED_S)
                 self._rest(_REST * (time.perf_counter() - began))
         except Closed:
             return  # a runner that gave up its captures does not wait for this thread

@@ -35,7 +35,7 @@ __all__ = ["Arena"]
 _HUGE_BYTES = 2 << 20
 _MAP_NORESERVE = 0x4000 if sys.platform == "linux" else 0
 
-_libc = ctypes.CDLL(None, use_errno=True)
+_libc = ctypes.CDLL(None)
 _MADV_COLLAPSE = 25
 
 _TRIES = 8
@@ -161,24 +161,29 @@ class Arena:
         """Whether ``merge_pages`` has something to do."""
         return bool(self._small) and self._pinned is None  # registered memory cannot move
 
-    def merge_pages(self) -> None:
-        """Make the pages of one slot huge, on a background thread; its contents stay, and whoever uses it may go on.
+    def merge_pages(self) -> bool:
+        """Make the pages of one slot huge, on a background thread; its contents stay, and whoever uses it may go on. False if there is no
+        such slot, or if the kernel refuses for now.
 
         That takes as long as it takes to make fresh huge pages real. The kernel holds up each ``mmap`` and ``munmap`` of the process
         meanwhile, so call it seldom.
         """
         with self._lock:
             if self._is_closed or not self.has_small_pages:
-                return
+                return False
             slot, reserved, flat = next(iter(self._small)), self._reserved, self.flat  # ``flat`` keeps the memory until this returns
             tries = self._small.pop(slot)
         assert reserved is not None
         start, length = self._start + slot * CHUNK_BYTES, CHUNK_BYTES
         with suppress(OSError):
             reserved.madvise(mmap.MADV_HUGEPAGE, start, length)  # where the next call is not known, the kernel may do it by itself
-        if _libc.madvise(ctypes.c_void_p(flat.data_ptr() + slot * CHUNK_BYTES), ctypes.c_size_t(length), _MADV_COLLAPSE) and tries > 1:
+        if not _libc.madvise(ctypes.c_void_p(flat.data_ptr() + slot * CHUNK_BYTES), ctypes.c_size_t(length), _MADV_COLLAPSE):
+            return True
+        if tries > 1:
             with self._lock:
-                self._small[slot] = tries - 1  # after the others
+                if not self._is_closed:
+                    self._small[slot] = tries - 1  # after the others
+        return False
 
     def pin(self, registrar: Registrar) -> None:
         """Register warm slots from now on, so that copies from and to devices are asynchronous; only the first call counts.
@@ -257,14 +262,18 @@ class Arena:
             reserved, flat = self._reserved, self.flat
         if reserved is None:
             return  # closed meanwhile
-        if is_awaited and self._are_huge_pages_slow:
+        is_small = is_awaited and self._are_huge_pages_slow
+        if is_small:
             with suppress(OSError):  # a kernel without huge pages
                 reserved.madvise(mmap.MADV_NOHUGEPAGE, self._start + slot * CHUNK_BYTES, CHUNK_BYTES)
-                self._small[slot] = _TRIES
         began = time.thread_time()
         flat[slot * CHUNK_BYTES : (slot + 1) * CHUNK_BYTES : mmap.PAGESIZE].zero_()
         if time.thread_time() - began > _SLOW_S and hasattr(mmap, "MADV_NOHUGEPAGE"):
             self._are_huge_pages_slow = True
+        if is_small:
+            with self._lock:
+                if not self._is_closed:
+                    self._small[slot] = _TRIES
 
     # All below runs under the lock, except ``_register``
 
