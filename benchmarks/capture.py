@@ -59,8 +59,10 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Some training steps in a row: their mean wall time, CPU time and blocked time, and what was left to finish after them."""
+    """Some training steps in a row: their mean wall time, CPU time and blocked time, what was left to finish after them, and how long the
+    steps before them took, which warm up."""
 
+    warm_up_s: float
     step_s: float
     cpu_s: float
     blocked_s: float
@@ -217,7 +219,10 @@ def training(folder: Path, *, quick: bool, rounds: int, only: Sequence[str] = ()
             shutil.rmtree(path)
             after = segment(trainer, None, steps)
             overheads[name].append(_overhead(found, before, after))
-            sys.stderr.write(f"round {index + 1} of {rounds}: {name}: {overheads[name][-1]['wall_percent']:.1f} % of wall time\n")
+            sys.stderr.write(
+                f"round {index + 1} of {rounds}: {name}: {overheads[name][-1]['wall_percent']:.1f} % of wall time, "
+                f"{overheads[name][-1]['warm_up_ms']:.0f} ms in the first {WARM_UP} steps\n"
+            )
             before = after
             steps_s.append(after.step_s)
     return _training_report(trainer, overheads, steps_s, steps)
@@ -225,7 +230,7 @@ def training(folder: Path, *, quick: bool, rounds: int, only: Sequence[str] = ()
 
 def segment(trainer: Trainer, method: Method | None, steps: int, warm_up: int = WARM_UP) -> Segment:
     """Train ``steps`` steps, each captured, after some to warm up; the CPU time includes what runs on after the last."""
-    blocked = 0.0
+    began, blocked = time.perf_counter(), 0.0
     for index in range(warm_up + steps):
         if index == warm_up:
             start, cpu, blocked = time.perf_counter(), time.process_time(), 0.0
@@ -235,7 +240,7 @@ def segment(trainer: Trainer, method: Method | None, steps: int, warm_up: int = 
         blocked += _timed(method.capture) if method else 0.0
     end = time.perf_counter()
     drain = _timed(method.finish) if method else 0.0
-    return Segment((end - start) / steps, (time.process_time() - cpu) / steps, blocked / steps, drain)
+    return Segment(start - began, (end - start) / steps, (time.process_time() - cpu) / steps, blocked / steps, drain)
 
 
 def _timed(call: Callable[[], None]) -> float:
@@ -245,8 +250,10 @@ def _timed(call: Callable[[], None]) -> float:
 
 
 def _overhead(found: Segment, before: Segment, after: Segment) -> dict[str, float]:
+    step_s = (before.step_s + after.step_s) / 2
     return {
-        "wall_percent": 100 * (2 * found.step_s / (before.step_s + after.step_s) - 1),
+        "warm_up_ms": 1e3 * (found.warm_up_s - WARM_UP * step_s),
+        "wall_percent": 100 * (found.step_s / step_s - 1),
         "cpu_percent": 100 * (2 * found.cpu_s / (before.cpu_s + after.cpu_s) - 1),
         "blocked_ms": 1e3 * found.blocked_s,
         "drain_ms": 1e3 * found.drain_s,
@@ -257,10 +264,15 @@ def _training_report(trainer: Trainer, overheads: dict[str, list[dict[str, float
     size, rounds = state_bytes(trainer.objects), len(next(iter(overheads.values())))
     drift = [abs(after / before - 1) * 100 for before, after in itertools.pairwise(steps_s)]
     out(f"\n## Training, a capture at every step: state of {size / (1 << 20):.0f} MiB\n")
-    out(f"{steps} steps a segment; median [min .. max] of {rounds} rounds")
+    out(f"{steps} steps a segment, after {WARM_UP} in a fresh repository to warm up; median [min .. max] of {rounds} rounds")
     out(f"a step without: {spread(steps_s, 1e3)} ms; neighbouring segments without differ by {spread(drift, 1)} %\n")
     rows = [[name, *(spread([row[key] for row in found], 1) for key in found[0])] for name, found in overheads.items()]
-    out(table(["method", "wall overhead %", "CPU overhead %", "blocked ms a step", "left to finish ms"], rows))
+    out(
+        table(
+            ["method", f"the first {WARM_UP} steps lose ms", "wall overhead %", "CPU overhead %", "blocked ms a step", "left to finish ms"],
+            rows,
+        )
+    )
     return {"state_bytes": size, "steps": steps, "baseline_step_s": steps_s, "overheads": overheads}
 
 

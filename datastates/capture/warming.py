@@ -34,6 +34,9 @@ _logger = logging.getLogger(__name__)
 _REST = 19.0
 """After it has touched a slot, the thread rests for this many times as long as that took, so that it takes a twentieth of a core."""
 
+_MERGE_REST = 59.0
+"""The same after it has made a slot's pages huge. Small pages cost a training that writes every state less than that work at a twentieth of
+a core would, so it takes its time: a sixtieth of a core."""
 
 _LOOK_S = 0.5
 """How often to check whether memory runs short, in seconds."""
@@ -161,9 +164,11 @@ class Warmer:
                 began = time.perf_counter()
                 if self._arena.warm < self.kept:
                     self._arena.warm_up()
-                elif not self._arena.merge_pages():
+                    self._rest(_REST * (time.perf_counter() - began))
+                elif self._arena.merge_pages():
+                    self._rest(_MERGE_REST * (time.perf_counter() - began))
+                else:
                     self._rest(_REFUSED_S)
-                self._rest(_REST * (time.perf_counter() - began))
         except Closed:
             return  # a runner that gave up its captures does not wait for this thread
 

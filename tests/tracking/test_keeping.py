@@ -163,6 +163,7 @@ class Watched(Arena):
 @pytest.fixture
 def warmers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Warmer]]:
     monkeypatch.setattr(warming, "_REST", 0.0)
+    monkeypatch.setattr(warming, "_MERGE_REST", 0.0)
     made: list[Warmer] = []
     yield made
     for warmer in made:
