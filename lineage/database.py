@@ -107,12 +107,12 @@ class Database:
         self._reader = self._engine.execution_options(**read)
         self._writer = self._engine.execution_options(**{_BEGIN: _IMMEDIATE, _DURABLE: False})
         self._durable_writer = self._engine.execution_options(**{_BEGIN: _IMMEDIATE, _DURABLE: True})
-        self._anchor: weakref.finalize[[Callable[[], None]], Database] | None = None
+        self._end = self._ended_by(_at_once)
         try:
             self._open(create=create)
             if self.is_sqlite and self._frozen is None:
-                self._anchor = weakref.finalize(self, anchor.cast(path), _nothing)
-                self._anchor.atexit = False  # the kernel releases them
+                self._end.detach()
+                self._end = self._ended_by(anchor.cast(path))
                 self._check_same(path, number)
         except BaseException:
             self.close()
@@ -153,17 +153,13 @@ class Database:
         with self._turn:
             self._closed = True
             if not self._sessions:
-                self._release()
+                self._end()
 
-    def _release(self) -> None:
-        if self._pid == os.getpid():
-            held = None if self._anchor is None else self._anchor.detach()
-            if held is None:
-                self._engine.dispose()
-            else:
-                held[1](self._engine.dispose)
-            if self._frozen is not None:
-                self._frozen.close()
+    def _ended_by(self, close: Callable[[Callable[[], None]], None]) -> weakref.finalize[..., Database]:
+        """What closes the connections once: called, or when this object is collected without a close."""
+        end = weakref.finalize(self, _let_go, os.getpid(), self._engine, self._frozen, close)
+        end.atexit = False  # the kernel closes them
+        return end
 
     @contextmanager
     def _writing(self, engine: Engine) -> Iterator[Session]:
@@ -203,7 +199,7 @@ class Database:
             with self._turn:
                 self._sessions -= 1
                 if self._closed and not self._sessions:
-                    self._release()
+                    self._end()
 
     def _open(self, *, create: bool) -> None:
         with self._session(self._reader) as session:
@@ -313,8 +309,17 @@ def undeterred(transact: Callable[_P, _T]) -> Callable[_P, _T]:
     return insist
 
 
-def _nothing() -> None:
-    """For an engine that was dropped without a close: it has no connections left to release."""
+def _let_go(pid: int, engine: Engine, frozen: Frozen | None, close: Callable[[Callable[[], None]], None]) -> None:
+    """Close the connections of process ``pid``, by ``close``; a forked child leaves them alone."""
+    if pid != os.getpid():
+        return
+    close(engine.dispose)
+    if frozen is not None:
+        frozen.close()
+
+
+def _at_once(close: Callable[[], None]) -> None:
+    close()
 
 
 def _parse(url: str) -> URL:

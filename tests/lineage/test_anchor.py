@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import gc
 import os
+import sqlite3
 import subprocess
 import sys
 import threading
 from pathlib import Path
 
 import pytest
-from sqlalchemy import text
+from sqlalchemy import event, text
 
 from datastates.errors import Closed
 from datastates.lineage import anchor
@@ -97,9 +98,18 @@ def test_a_transaction_that_is_under_way_at_the_close_keeps_its_locks_to_its_end
 def test_one_that_is_dropped_lets_go(path: Path) -> None:
     database = Database(f"sqlite:///{path}")
     assert is_anchored(path)
+    connections: list[sqlite3.Connection] = []
+    event.listen(database.engine, "connect", lambda raw, _: connections.append(raw))
+    database.engine.dispose()
+    with database.read() as first, database.read() as second:
+        assert first.execute(text("SELECT 1")).scalar() == second.execute(text("SELECT 1")).scalar()
     del database
     gc.collect()
     assert not is_anchored(path)
+    assert len(connections) == 2
+    for connection in connections:
+        with pytest.raises(sqlite3.ProgrammingError, match="closed"):
+            connection.execute("SELECT 1")
     with Database(f"sqlite:///{path}").read() as session:
         assert session.execute(text("SELECT count(*) FROM state")).scalar() == 0
 
