@@ -248,14 +248,14 @@ def test_a_helper_that_dies_again_and_again_is_given_up_for_a_while_and_its_end_
 
 
 def test_a_helper_that_stops_while_it_makes_a_link_is_ended_and_the_next_one_works(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("datastates.transport.wire.ucx_process._LINK_S", 0.2)
-
     async def work() -> None:
         address = await ucx().address()
         stopped = helper()
         os.kill(stopped.pid, signal.SIGSTOP)
-        with pytest.raises(Disconnected, match=rf"pid {stopped.pid}\) does not answer any more"):
-            await asyncio.wait_for(ucx().link(address), PATIENCE_S / 2)
+        with monkeypatch.context() as patch:
+            patch.setattr("datastates.transport.wire.ucx_process._LINK_S", 0.2)
+            with pytest.raises(Disconnected, match=rf"pid {stopped.pid}\) does not answer any more"):
+                await asyncio.wait_for(ucx().link(address), PATIENCE_S / 2)
         await echo()
         assert helper() is not stopped
 
