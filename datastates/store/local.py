@@ -39,9 +39,9 @@ from .files import (
     TEMPORARY,
     Temporary,
     free_pack_name,
-    is_abandoned,
     locked,
     next_step,
+    remove_abandoned,
     supports_direct,
     sync_folder,
     temporary,
@@ -237,13 +237,13 @@ class LocalTier(DurableTier):
         self._check_open()
         with locked(self.root, is_shared=False):
             found = [self.root / name for name in os.listdir(self.root)]
-            garbage = [path for path in found if path.name.startswith(TEMPORARY) and is_abandoned(path)]
+            removed = [path for path in found if path.name.startswith(TEMPORARY) and remove_abandoned(path)]
             needed = self._references.needed()
             if needed is not None:
-                garbage += [path for path in found if uid_of(path.name, "safetensors") is not None and path.name not in needed]
-            garbage = [path for path in garbage if _unlink(path)]
+                packs = [path for path in found if uid_of(path.name, "safetensors") is not None]
+                removed += [path for path in packs if path.name not in needed and _unlink(path)]
             sync_folder(self.root)
-        return garbage
+        return removed
 
     def forget(self, uids: Iterable[str]) -> None:
         """See ``DurableTier.forget``."""

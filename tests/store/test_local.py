@@ -8,6 +8,7 @@ import os
 import resource
 import subprocess
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,11 @@ from datastates.content.digest import encode
 from datastates.content.manifest import CHUNK_BYTES
 from datastates.errors import Corrupt, NotFound, Unavailable, Unsupported
 from datastates.store import mapped, placing, references
+from datastates.store.files import Temporary, temporary
 from datastates.store.local import LocalTier
 from datastates.store.tier import Payload, Tier
 from datastates.system.deeds import hindered
+from datastates.system.locks import close_lockable
 from datastates.system.regular import open_regular
 from datastates.testing import TierSuite, fail_at
 from datastates.testing.states import chunks_of, numbers, part, payload, small, stream
@@ -393,6 +396,24 @@ def test_a_sweep_leaves_files_that_are_not_ours_and_writers_that_live(tmp_path: 
     assert {path.name for path in other.sweep()} == {".tmp-dead.0.safetensors", "dead.0.safetensors"}
     other.open("s").verify()
     assert {"model.safetensors", "notes.txt", "x.y.safetensors", "leases"} < files(tmp_path)
+
+
+def test_a_sweep_leaves_a_file_that_a_writer_takes_over_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    final = tmp_path / "s.0.safetensors"
+    (tmp_path / f".tmp-{final.name}").touch()  # a writer has made it, and does not hold its lock yet
+    taken: list[Temporary] = []
+
+    def close_and_let_it_go_on(fd: int) -> None:
+        close_lockable(fd)
+        if not taken:
+            taken.append(stack.enter_context(temporary(final)))
+
+    with ExitStack() as stack:
+        with monkeypatch.context() as patch:
+            patch.setattr("datastates.store.files.close_lockable", close_and_let_it_go_on)
+            LocalTier(tmp_path).sweep()
+        taken[0].commit()
+    assert files(tmp_path) == {final.name}
 
 
 def test_what_a_put_refers_to_is_not_removed_meanwhile(tmp_path: Path) -> None:
