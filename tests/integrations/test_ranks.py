@@ -55,13 +55,7 @@ MORE: list[Any] = [
     ("transformers", {"case": "bf16"}),
     ("transformers", {"case": "evaluated"}),
     ("lightning", {"kind": "plain", "workers": 2, "accumulate_grad_batches": 3, "precision": "bf16-mixed"}),
-    pytest.param(
-        "lightning",
-        {"kind": "manual", "workers": 0, "strategy": "ddp_find_unused_parameters_true"},
-        marks=pytest.mark.xfail(
-            strict=True, reason="all losses of the training are equal, but those of rank 1's validation are not; why is not known yet"
-        ),
-    ),
+    ("lightning", {"kind": "manual", "workers": 0, "strategy": "ddp_find_unused_parameters_true"}),
 ]
 
 

@@ -7,6 +7,7 @@ from copy import deepcopy
 from typing import Any
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from .framework import Callback, EarlyStopping, LightningModule, StochasticWeightAveraging, Timer, WeightAveraging, version
 
@@ -25,6 +26,7 @@ class Fit:
         self.since = 0
         self._accumulates = self._made_to_accumulate = trainer.accumulate_grad_batches
         self._weights: Mapping[str, Any] | None = None
+        self._gives_buffers: bool | None = None
 
     def state_dict(self) -> dict[str, object]:
         """Plain values, and the states of callbacks and hooks."""
@@ -40,6 +42,7 @@ class Fit:
             "made_to_accumulate": self._made_to_accumulate,
             "is_between": self.is_between,
             "since": self.since,
+            "gives_buffers": None if (ddp := self._ddp()) is None else ddp.require_forward_param_sync,
             **({} if self._weights is None else {"weights": self._weights}),
         }
 
@@ -57,6 +60,7 @@ class Fit:
         self.metrics = {name: (value, dtype) for name, (value, dtype) in state["metrics"].items()}
         self.is_between, self.is_restored = state["is_between"], True
         self.since, self._weights = state.get("since", 0), state.get("weights")
+        self._gives_buffers = state.get("gives_buffers")
         if state.get("made_to_accumulate", self._made_to_accumulate) == self._made_to_accumulate:
             self._accumulates = state["accumulate"]  # otherwise the Trainer was made with another number, which is to be obeyed
 
@@ -71,6 +75,9 @@ class Fit:
             module = self._trainer.lightning_module
             module.load_state_dict(self._weights, strict=module.strict_loading)
             self._weights = None
+        ddp = self._ddp()
+        if ddp is not None and self._gives_buffers is not None:
+            ddp.require_forward_param_sync = self._gives_buffers
         self._trainer.accumulate_grad_batches = self._accumulates
         found, device = self._trainer.callback_metrics, self._trainer.lightning_module.device
         for name, (value, dtype) in self.metrics.items():
@@ -90,6 +97,13 @@ class Fit:
     def stoppers(self) -> list[str]:
         """The callbacks that have told the training to stop."""
         return [type(each).__name__ for each in self._others() if self.is_restored and _has_stopped(each)]
+
+    def _ddp(self) -> DistributedDataParallel | None:
+        """The wrapper that gives the buffers of rank 0 to all in the next forward, or not: after a step of manual optimization, each rank
+        keeps its own. A new one always gives them.
+        """
+        model = self._trainer.strategy.model
+        return model if isinstance(model, DistributedDataParallel) else None
 
     def _loops(self) -> dict[str, object]:
         state: dict[str, Any] = self._trainer.fit_loop.state_dict()
