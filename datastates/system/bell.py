@@ -29,7 +29,7 @@ class Bell:
 
     def ring(self) -> None:
         """Wake every thread that waits now."""
-        for waiter in tuple(self._waiters):
+        for waiter in self._waiters.copy():  # making a tuple of it may collect garbage, and let another thread change it meanwhile
             try:
                 self._waiters.remove(waiter)
             except KeyError:

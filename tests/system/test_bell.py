@@ -1,0 +1,35 @@
+"""A bell rings whatever other threads and the collector of garbage do meanwhile."""
+
+from __future__ import annotations
+
+import gc
+import threading
+
+from datastates.system.bell import Bell
+
+
+def test_a_waiter_may_come_while_the_bell_rings_and_garbage_is_collected() -> None:
+    bell = Bell()
+
+    def come(phase: str, _: object) -> None:
+        if phase == "start":
+            bell._waiters.add(taken())
+
+    thresholds = gc.get_threshold()
+    for number in range(100):
+        for _ in range(25):  # Python keeps no tuples of this length for later, so that a new one may collect garbage
+            bell._waiters.add(taken())
+        gc.callbacks.append(come)
+        gc.collect()
+        gc.set_threshold(1 + number % 5)
+        try:
+            bell.ring()
+        finally:
+            gc.set_threshold(*thresholds)
+            gc.callbacks.remove(come)
+
+
+def taken() -> threading.Lock:
+    lock = threading.Lock()
+    lock.acquire()
+    return lock
