@@ -230,11 +230,14 @@ class Runner:
 
     def _copied(self, staged: Staged, job: CopyJob) -> None:
         """Runs on the stage thread."""
-        staged.settle()
-        if isinstance(job.error, Torn):
-            staged.line.edits.note(staged.facts.step, job.error, is_taught=job.plan.is_taught)
-        if job.began is not None:
-            self.recorder.span("copy", job.began, time.monotonic(), staged.progress.uid, staged.facts.step)
+        try:
+            staged.settle()
+            if isinstance(job.error, Torn):
+                staged.line.edits.note(staged.facts.step, job.error, is_taught=job.plan.is_taught)
+            if job.began is not None:
+                self.recorder.span("copy", job.began, time.monotonic(), staged.progress.uid, staged.facts.step)
+        except BaseException as exc:  # the handle raises it, whatever it is, and the thread goes on
+            job.error = job.error or exc
         self._rounds.put(staged)
 
     def fence(self, job: CopyJob) -> None:

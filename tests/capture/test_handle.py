@@ -11,6 +11,7 @@ import torch
 
 import datastates
 from datastates.capture import handle
+from datastates.capture.line import Staged
 from datastates.config import Config
 from datastates.content.manifest import CHUNK_BYTES
 from datastates.errors import Closed, Conflict, InvalidInput, OverBudget, Unavailable
@@ -160,6 +161,27 @@ def test_an_error_of_the_writer_comes_as_itself_from_the_handle_and_from_the_nex
     with pytest.raises(RuntimeError, match="on fire") as second:
         run.capture()
     assert second.value is error
+    optimizer.step()
+    assert run.capture().wait("durable", timeout_s=60).status is Status.DURABLE
+
+
+def test_an_error_right_after_a_copy_comes_from_that_handle_and_the_next_capture_is_copied(
+    opened: Callable[..., Repository], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, _, optimizer = track(opened())
+    error = RuntimeError("the number did not come")
+
+    def fail(staged: Staged) -> None:
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Staged, "settle", fail)
+        capture = run.capture()
+        with pytest.raises(RuntimeError, match="did not come") as first:
+            capture.wait(timeout_s=60)
+    assert first.value is error
+    with pytest.raises(RuntimeError, match="did not come"):
+        run.capture()
     optimizer.step()
     assert run.capture().wait("durable", timeout_s=60).status is Status.DURABLE
 
