@@ -12,7 +12,10 @@ import msgspec
 if TYPE_CHECKING:
     from .place import Place
 
-__all__ = ["Case", "Found", "NotBuilt", "Outcome", "Skip", "Status"]
+__all__ = ["TRACE_CHARACTERS", "Case", "Found", "NotBuilt", "Outcome", "Skip", "Status"]
+
+TRACE_CHARACTERS = 8000
+"""So much of a trace is kept: its end."""
 
 Found = dict[str, Any]
 """What a case found, for JSON, by names that say the unit; a list of numbers are the samples of one figure."""
@@ -47,10 +50,11 @@ class Case:
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """How a case ended: ``why`` unless it passed, and what it found."""
+    """How a case ended: ``why`` unless it passed, what it found, and the end of what a case that failed left in tracebacks and its log."""
 
     case: str
     status: Status
     took_s: float = 0.0
     why: str = ""
     found: Found = {}
+    trace: str = ""

@@ -6,6 +6,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +49,8 @@ class _Saver:
     """Asynchronous saves into one of two folders by turns; one is in flight at a time, as the documentation asks."""
 
     def __init__(self, folder: Path, options: StagingOptions | None) -> None:
-        self._folder, self._count = folder, 0
-        self._stager = DefaultStager(options) if options is not None else None
+        self._folder, self._count, self._options = folder, 0, options
+        self._stager: DefaultStager | None = None
         self._staged: Any = None
         self._saved: Any = None
 
@@ -57,6 +58,9 @@ class _Saver:
         """Begin a save, once the last one is done."""
         self.finish()
         self._count += 1
+        if self._options is not None and (self._stager is None or not stagers_last()):
+            self.close()
+            self._stager = DefaultStager(self._options)
         writer = FileSystemWriter(folder or self._folder / str(self._count % 2), sync_files=False, overwrite=True)
         begun: Any = async_save(state, storage_writer=writer, no_dist=True, async_stager=self._stager)
         self._saved = getattr(begun, "upload_completion", begun)
@@ -78,11 +82,24 @@ class _Saver:
             self._stager.close()
 
 
+@cache
+def stagers_last() -> bool:
+    """Whether a stager can be used for several saves; torch 2.11 empties it after the first."""
+    stager = DefaultStager(StagingOptions(False, False, False, False))
+    try:
+        for _ in range(2):
+            stager.stage({"x": torch.zeros(1)})
+    except KeyError:
+        return False
+    return True
+
+
 def _options(place: Place) -> dict[str, StagingOptions | None]:
-    """The default, and one stager used again: pinned, and pinned on a stream of its own, where there is a device."""
+    """The default, and stagers, used again where they last: pinned, and pinned on a stream of its own, where there is a device."""
     pinned = {"use_pinned_memory": place.is_accelerator, "use_non_blocking_copy": place.is_accelerator, "use_shared_memory": False}
-    found: dict[str, StagingOptions | None] = {"default": None, "one stager": StagingOptions(use_async_staging=False, **pinned)}
-    return found | ({"one stager, staging later": StagingOptions(use_async_staging=True, **pinned)} if place.is_accelerator else {})
+    which = "one stager" if stagers_last() else "a stager each"
+    found: dict[str, StagingOptions | None] = {"default": None, which: StagingOptions(use_async_staging=False, **pinned)}
+    return found | ({f"{which}, staging later": StagingOptions(use_async_staging=True, **pinned)} if place.is_accelerator else {})
 
 
 def _blocked(place: Place) -> Found:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from xml.etree import ElementTree
 
-from .case import Case, Found, Skip
+from .case import TRACE_CHARACTERS, Case, Found, Skip
 from .place import Place
 
 __all__ = ["cases", "counted"]
@@ -44,17 +44,19 @@ def _run(path: Path, place: Place) -> Found:
         done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, check=False)
         if not xml.exists():
             raise RuntimeError(f"pytest ended with {done.returncode}: {(done.stdout + done.stderr).strip()[-600:]}")
-        found, failures = counted(xml.read_text())
+        found, failures, traces = counted(xml.read_text())
     if failures:
-        raise AssertionError(f"{found['failed']} of {sum(map(int, _numbers(found)))} failed: {'; '.join(failures)}"[:1500])
+        wrong = AssertionError(f"{found['failed']} of {sum(map(int, _numbers(found)))} failed: {'; '.join(failures)}"[:1500])
+        wrong.add_note("\n".join(traces)[-TRACE_CHARACTERS:])
+        raise wrong
     if not found["passed"]:
         raise Skip(f"none ran: {'; '.join(found['reasons']) or 'none was found'}")
     return found
 
 
-def counted(xml: str) -> tuple[Found, list[str]]:
-    """How many tests of a JUnit report passed, failed and were skipped, with the reasons; and what failed."""
-    counts, reasons, failures = Counter[str](), Counter[str](), []
+def counted(xml: str) -> tuple[Found, list[str], list[str]]:
+    """How many tests of a JUnit report passed, failed and were skipped, with the reasons; what failed, in a line and in full."""
+    counts, reasons, failures, traces = Counter[str](), Counter[str](), list[str](), list[str]()
     for test in ElementTree.fromstring(xml).iter("testcase"):  # pytest's own, of a moment ago
         broken = [*test.iter("failure"), *test.iter("error")]
         skipped = test.find("skipped")
@@ -62,13 +64,14 @@ def counted(xml: str) -> tuple[Found, list[str]]:
             counts["failed"] += 1
             message = (broken[0].get("message") or "").strip().splitlines() or ["no message"]
             failures.append(f"{test.get('name')}: {message[0]}")
+            traces.append(f"{test.get('name')}:\n{(broken[0].text or '')[-2000:]}")
         elif skipped is not None:
             counts["skipped"] += 1
             reasons[skipped.get("message") or "no reason given"] += 1
         else:
             counts["passed"] += 1
     said = [f"{count} times: {reason}" for reason, count in reasons.items()]
-    return {"passed": counts["passed"], "failed": counts["failed"], "skipped": counts["skipped"], "reasons": said}, failures
+    return {"passed": counts["passed"], "failed": counts["failed"], "skipped": counts["skipped"], "reasons": said}, failures, traces
 
 
 def _numbers(found: Found) -> list[int]:

@@ -14,7 +14,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from .case import Outcome, Status
+from .case import TRACE_CHARACTERS, Outcome, Status
 from .division import limit_s
 from .parts import Part
 from .where import Where
@@ -58,11 +58,13 @@ class _Begun:
         """
         return self.wire.recv() if self.wire.poll(max(0.0, until - time.monotonic())) else None
 
-    def end(self) -> str:
-        """End it and all that it started; how it ended."""
+    def end(self, number: int = 0) -> tuple[str, str]:
+        """End it and all that it started, after a signal where one is given; how it ended, and the end of its log."""
         if self.process.pid is None:  # interrupted as it began
             self.wire.close()
-            return "its process never began"
+            return "its process never began", ""
+        with suppress(ProcessLookupError):
+            os.kill(self.process.pid, number)
         self.process.join(0.5)
         code = self.process.exitcode
         for kill in (os.killpg, os.kill):  # it may not be the head of its group yet
@@ -70,8 +72,8 @@ class _Begun:
                 kill(self.process.pid, signal.SIGKILL)
         self.process.join()
         self.wire.close()
-        said = self.log.read_text(errors="replace").strip().splitlines()[-1:]
-        return f"its process ended with {code}" + "".join(f": {line[:300]}" for line in said)
+        said = self.log.read_text(errors="replace").strip()
+        return f"its process ended with {code}" + "".join(f": {line[:300]}" for line in said.splitlines()[-1:]), said[-TRACE_CHARACTERS:]
 
 
 def run(parts: Sequence[Part], where: Where, until: float, tell: Callable[[Run], None]) -> Iterator[Run]:
@@ -129,22 +131,23 @@ def _follow(begun: _Begun, found: Run, names: list[str], until: float, tell: Cal
             took = time.monotonic() - began
             if outcome is None:
                 which = "of its own" if time.monotonic() < until else "of its part"
-                outcome = Outcome(case, Status.TIMED_OUT, took, f"the time {which} was spent after {took:.0f} s")
+                said = begun.end(signal.SIGABRT)[1]
+                outcome = Outcome(case, Status.TIMED_OUT, took, f"the time {which} was spent after {took:.0f} s", trace=said)
             assert isinstance(outcome, Outcome)
             found.outcomes.append(outcome)
             tell(found)
             if outcome.status in (Status.TIMED_OUT, Status.FAILED):
                 return True
     except (EOFError, OSError):
-        how = begun.end()
+        how, said = begun.end()
         if len(found.outcomes) < len(names) and not case:
             found.note = how
             return False
         if case:
-            found.outcomes.append(Outcome(case, Status.FAILED, time.monotonic() - began, how))
+            found.outcomes.append(Outcome(case, Status.FAILED, time.monotonic() - began, how, trace=said))
             tell(found)
         elif not names:
-            found.outcomes.append(Outcome(START, Status.FAILED, time.monotonic() - began, how))
+            found.outcomes.append(Outcome(START, Status.FAILED, time.monotonic() - began, how, trace=said))
             return False
         return True
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import sys
 import time
@@ -12,7 +13,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .case import Case, NotBuilt, Outcome, Skip, Status
+from .case import TRACE_CHARACTERS, Case, NotBuilt, Outcome, Skip, Status
 from .parts import Part
 from .where import Where
 
@@ -34,6 +35,7 @@ def work(part: Part, where: Where, done: Collection[str], wire: Connection, log:
                 os.dup2(file.fileno(), stream)
     except FileNotFoundError:
         return  # whoever wanted it was interrupted, and is through
+    faulthandler.enable()  # where it hangs or dies is in the log
     warnings.simplefilter("ignore")  # the peers' own
     from .place import Place  # imports torch, which the process that writes the report does without
 
@@ -54,7 +56,7 @@ def work(part: Part, where: Where, done: Collection[str], wire: Connection, log:
 
 def _attempt(case: Case, place: Place) -> Outcome:
     start = time.perf_counter()
-    status, why, found = Status.PASSED, "", {}
+    status, why, found, trace = Status.PASSED, "", {}, ""
     try:
         found = case.run(place)
     except Skip as exc:
@@ -62,10 +64,10 @@ def _attempt(case: Case, place: Place) -> Outcome:
     except NotBuilt as exc:
         status, why = Status.NOT_BUILT, str(exc)
     except Exception as exc:  # whatever it is, the others go on
-        traceback.print_exc()
+        trace = "".join(traceback.format_exception(exc))[-TRACE_CHARACTERS:]
         at = traceback.extract_tb(exc.__traceback__)[-1]
         status, why = Status.FAILED, f"{type(exc).__name__}: {_first(exc)} ({Path(at.filename).name}:{at.lineno})"
-    return Outcome(case.name, status, time.perf_counter() - start, why, found)
+    return Outcome(case.name, status, time.perf_counter() - start, why, found, trace)
 
 
 def _first(exc: BaseException) -> str:

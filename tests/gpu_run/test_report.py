@@ -83,9 +83,10 @@ def test_tests_of_a_file_are_counted_by_how_they_ended() -> None:
     tests = {"a": "", "b": skipped, "c": skipped, "d": failed, "e": broke}
     listed = "".join(f'<testcase name="{name}">{how}</testcase>' for name, how in tests.items())
     xml = f"<testsuites><testsuite>{listed}</testsuite></testsuites>"
-    found, failures = counted(xml)
+    found, failures, traces = counted(xml)
     assert found == {"passed": 1, "failed": 2, "skipped": 2, "reasons": ["2 times: no CUDA device"]}
     assert failures == ["d: assert 1 == 2", "e: broke"]
+    assert traces == ["d:\nlong", "e:\n"]
 
 
 def test_waits_and_bytes_are_read_from_a_trace() -> None:

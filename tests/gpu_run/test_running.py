@@ -50,6 +50,10 @@ def test_each_case_ends_as_it_ended_and_the_others_go_on(found: dict[str, Any], 
     assert ends["fails"]["why"].startswith("ValueError: what is wrong (trouble.py:")
     assert ends["hangs"]["why"].startswith("the time of its own was spent")
     assert ends["dies"]["why"] == "its process ended with -9: out of something"
+    assert "in _fails" in ends["fails"]["trace"]
+    assert "in _hangs" in ends["hangs"]["trace"]
+    assert ends["dies"]["trace"] == "out of something"
+    assert not ends["works"]["trace"]
     assert ends["is skipped"]["why"] == "says nothing here"
     assert trouble["note"] == ""
     processes = [ends[name]["found"]["process"] for name in ("works", "still works", "works at the end")]
