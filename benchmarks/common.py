@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import shutil
 import sqlite3
 import statistics
 import subprocess
@@ -66,6 +67,10 @@ def _processor() -> str:
 
 
 def _commit() -> str:
+    """Of the repository that this file is in; a copy without one may be told it by DATASTATES_COMMIT."""
+    told = os.environ.get("DATASTATES_COMMIT", "")
+    if told or shutil.which("git") is None:
+        return f", commit {told}" if told else ""
     command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     return f", commit {done.stdout.strip()}" if done.returncode == 0 else ""
