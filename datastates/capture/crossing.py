@@ -123,7 +123,7 @@ class Crossings:
         if small:
             try:
                 with torch.no_grad():
-                    aside = aside_of(small)
+                    aside = aside_of(small, () if skipped else route.runs)
             except torch.OutOfMemoryError:  # copy to the host at once, which takes no room there; the training waits for it
                 large += [(source.start, source.flat) for source in small]
         if skipped:

@@ -95,10 +95,12 @@ class Pipeline:
         """The work on a capture whose bytes are in its slots."""
         tip, part = staged.line.tip, staged.line.part
         run = staged.line.run or self._run
-        content = Content(staged.layout.skeleton, staged.values, staged.layout.tensors, ())
+        content, lengths = Content(staged.layout.skeleton, staged.values, staged.layout.tensors, ()), staged.layout.chunk_lengths
         if part is not None:
             facts = replace(staged.facts, run=run.uid, config=run.chosen)
-            lengths, reduce, form = staged.layout.chunk_lengths, staged.line.reduce, staged.form
-            return Work(facts, (), content, lengths, job.slots, tip, rank=part.rank, reduce=reduce, form=form, known=job.digests)
-        facts = replace(staged.facts, parent=None if tip is None else tip[0], run=run.uid, config=run.chosen)
-        return Work(facts, () if tip is None else (tip[1],), content, staged.layout.chunk_lengths, job.slots, tip, known=job.digests)
+            work = Work(facts, (), content, lengths, job.slots, tip, rank=part.rank, reduce=staged.line.reduce, form=staged.form)
+        else:
+            facts = replace(staged.facts, parent=None if tip is None else tip[0], run=run.uid, config=run.chosen)
+            work = Work(facts, () if tip is None else (tip[1],), content, lengths, job.slots, tip)
+        work.known, work.is_from_device = job.digests, bool(job.plan.devices)
+        return work

@@ -37,11 +37,15 @@ class Source(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """The sources in one place, in the order of the stream: those put aside at once, those copied at once, and those copied later."""
+    """The sources in one place, in the order of the stream: those put aside at once, those copied at once, and those copied later.
+
+    ``runs`` are the contiguous runs of ``small``: the start of each in the stream, and its first and last byte in their concatenation.
+    """
 
     small: tuple[Source, ...] = ()
     large: tuple[Source, ...] = ()
     deferred: tuple[Source, ...] = ()
+    runs: tuple[tuple[int, int, int], ...] = ()
 
 
 NOTHING = Route()
@@ -55,10 +59,10 @@ def routes_of(sources: Iterable[Source]) -> dict[torch.device, Route]:
     return {place: _route(found, is_host=place == HOST) for place, found in at.items()}
 
 
-def aside_of(small: Sequence[Source]) -> list[tuple[int, torch.Tensor]]:
-    """One copy of all small sources, as stretches that are contiguous in the stream, each with its start there."""
+def aside_of(small: Sequence[Source], runs: Iterable[tuple[int, int, int]] = ()) -> list[tuple[int, torch.Tensor]]:
+    """One copy of all small sources, as stretches that are contiguous in the stream, each with its start there; ``runs`` if known."""
     aside = torch.cat([source.flat for source in small])
-    return [(start, aside[first:last]) for start, first, last in _joined(small)]
+    return [(start, aside[first:last]) for start, first, last in runs or _joined(small)]
 
 
 def placed(stretches: Iterable[tuple[int, torch.Tensor]], slots: Sequence[int], arena: Arena) -> Pairs:
@@ -107,7 +111,8 @@ def _route(sources: list[Source], *, is_host: bool) -> Route:
         is_small = length <= min(_SMALL_BYTES, left)
         left -= length * is_small
         (small if is_small else large).append(source)
-    return Route(tuple(small), tuple(large), tuple(source for source in sources if source.is_deferred))
+    runs = tuple(_joined(small)) if small else ()
+    return Route(tuple(small), tuple(large), tuple(source for source in sources if source.is_deferred), runs)
 
 
 def _start(source: Source) -> int:

@@ -19,6 +19,9 @@ __all__ = ["LANES", "Blocks", "Part", "Run", "brought", "can_digest"]
 _ALIGNED = 16
 """The alignment, in bytes, that a device's memory needs for the widest read."""
 
+_WORD = 8
+"""What a device reads at a time must begin at a multiple of this many bytes."""
+
 LANES = BLOCK_BYTES // STRIPE_BYTES, STRIPE_BYTES // 8
 """The shape of a block in words: its stripes, and the lanes to which they are added."""
 
@@ -54,7 +57,8 @@ class Blocks:
 
     Chunks are sorted by ``order``, the longest first, so that those that are not done after n blocks are always the first ones. ``counts``
     are the blocks of each chunk before its last, ``stripes`` the whole stripes of that last block. ``runs`` are blocks that lie in one
-    tensor, ``rests`` are those that do not, as chunk and number. Tensors are kept as long as this object, and read when they are asked for.
+    tensor, ``rests`` are those that do not, as chunk and number. ``lasts`` has, by chunk, the last block and the last 64 bytes of chunks
+    whose end may be read in place. Tensors are kept as long as this object, and read when they are asked for.
     """
 
     def __init__(self, chunks: Sequence[tuple[int, Sequence[Part]]]) -> None:
@@ -65,7 +69,9 @@ class Blocks:
         self.like = chunks[0][1][0][1]
         self.runs: list[Run] = []
         self.rests: list[tuple[int, int]] = []
+        self.lasts: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._copies: list[Part] = []
+        self._copies_of_lasts: list[Part] = []
         for chunk, index in enumerate(self.order):
             for start, data in chunks[index][1]:
                 self._cut(chunk, start, data)
@@ -73,15 +79,17 @@ class Blocks:
             for start, data in chunks[index][1]:
                 self._take_last(chunk, self.lengths[index], start, data)
 
-    def gathered(self) -> torch.Tensor:
+    def gathered(self, *, is_all: bool = True) -> torch.Tensor:
         """The blocks that are in no run, on the device: those of ``rests``, then the last of each chunk; (blocks, 16, 8), ``int64``.
 
-        The last 64 bytes of a chunk are the sixteenth stripe of its last block. The space between parts is zeros.
+        The last 64 bytes of a chunk are the sixteenth stripe of its last block. The space between parts is zeros. Unless ``is_all``, the
+        rows of chunks in ``lasts`` are zeros, too.
         """
         found = self.like.new_zeros((len(self.rests) + len(self.lengths)) * BLOCK_BYTES)
-        targets = [found[at : at + data.numel()] for at, data in self._copies]
+        copies = [*self._copies, *self._copies_of_lasts] if is_all else self._copies
+        targets = [found[at : at + data.numel()] for at, data in copies]
         if targets:
-            torch._foreach_copy_(targets, [data for _, data in self._copies])
+            torch._foreach_copy_(targets, [data for _, data in copies])
         return found.view(torch.int64).view(-1, *LANES)
 
     def _cut(self, chunk: int, start: int, data: torch.Tensor) -> None:
@@ -98,13 +106,17 @@ class Blocks:
         """Take what a part has of the last block of its chunk: the whole stripes, and the last 64 bytes as the sixteenth."""
         row = (len(self.rests) + chunk) * BLOCK_BYTES
         begin = self.counts[chunk] * BLOCK_BYTES
+        copies = self._copies
+        if start <= min(begin, length - STRIPE_BYTES) and length <= start + data.numel() and not length % _WORD:
+            self.lasts[chunk] = data[begin - start :], data[length - STRIPE_BYTES - start :]
+            copies = self._copies_of_lasts
         for low, high, at in (
             (begin, begin + self.stripes[chunk] * STRIPE_BYTES, row),
             (length - STRIPE_BYTES, length, row + BLOCK_BYTES - STRIPE_BYTES),
         ):
             first, last = max(low, start), min(high, start + data.numel())
             if first < last:
-                self._copies.append((at + first - low, data[first - start : last - start]))
+                copies.append((at + first - low, data[first - start : last - start]))
 
 
 def brought(words: npt.NDArray[Any], like: torch.Tensor) -> torch.Tensor:

@@ -54,9 +54,9 @@ class Digester:
         blocks = self._blocks
         found: torch.Tensor
         with torch.no_grad():
-            edges = blocks.gathered()
+            edges = blocks.gathered(is_all=not _has_kernels(blocks.like))
             if _has_kernels(blocks.like):
-                places = [run.data.data_ptr() for run in blocks.runs]
+                places = [run.data.data_ptr() for run in blocks.runs] + [last.data_ptr() for last, _ in blocks.lasts.values()]
                 if self._launch is None or places != self._places:  # a storage that was resized has moved
                     from .kernels import Launch  # Triton, which may not be installed
 

@@ -9,6 +9,7 @@ from datastates.content.manifest import VERSION, Chunk, Content, Manifest, Origi
 from datastates.lineage.schema import to_us
 from datastates.lineage.states import State, StateFacts
 from datastates.store.arena import Arena
+from datastates.store.pouring import on_threads
 
 from .contract import Priority
 from .work import Work
@@ -26,10 +27,18 @@ class Digest:
 
     def process(self, work: Work) -> None:
         """Make the state's manifest."""
-        known, places = work.known, enumerate(zip(work.slots, work.lengths, strict=True))
-        chunks = tuple(
-            Chunk(known.get(index) or chunk_digest(self._arena.memory(slot, length)), length) for index, (slot, length) in places
-        )
+        found = dict(work.known)
+
+        def look_at(index: int) -> None:
+            found[index] = chunk_digest(self._arena.memory(work.slots[index], work.lengths[index]))
+
+        left = [index for index in range(len(work.lengths)) if index not in found]
+        if work.is_from_device:  # a state crosses faster than one core reads it
+            on_threads(left, look_at)
+        else:  # the other cores belong to the training
+            for index in left:
+                look_at(index)
+        chunks = tuple(Chunk(found[index], length) for index, length in enumerate(work.lengths))
         content = msgspec.structs.replace(work.content, chunks=chunks)
         work.manifest = manifest_of(work.facts, content, work.parent_digests, rank=work.rank or 0)
 

@@ -23,7 +23,8 @@ class Work:
     tip of its line, on which the state depends. The maker of this object owns the slots until ``dedup`` takes them out of the list;
     ``bytes_new`` of them were then new in memory. There is an ``entry`` once the lineage may have heard of the state. ``rank`` says whose
     part of several it is, ``reduce`` how the metrics of all of them are combined, ``form`` what they have in common. ``known`` are chunks
-    that were digested before: those that the memory tier holds need not be in their slots.
+    that were digested before: those that the memory tier holds need not be in their slots. ``is_from_device``: a device computes, and cores
+    of the host are free.
     """
 
     facts: StateFacts
@@ -39,6 +40,7 @@ class Work:
     reduce: Reduce = FIRST
     form: str = ""
     known: Mapping[int, bytes] = field(default_factory=dict)
+    is_from_device: bool = False
 
     def digested(self) -> Manifest:
         """The manifest, once ``digest`` has made it."""

@@ -19,6 +19,7 @@ import time
 import weakref
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from itertools import islice
 from typing import Any
 
 import torch
@@ -198,6 +199,11 @@ class Arena:
             weakref.finalize(self, self._pinned.let_go)
         self._register()
 
+    @property
+    def is_pinned(self) -> bool:
+        """Whether warm slots are registered, as far as the driver allows."""
+        return self._pinned is not None
+
     def is_joint(self, first: int, last: int) -> bool:
         """Whether the slots from ``first`` to ``last`` may be copied from or to a device in one go."""
         pinned = self._pinned
@@ -297,8 +303,10 @@ class Arena:
         taken = [slot for slot in dict.fromkeys(prefer) if slot in self._free][:count] if prefer else []
         for slot in taken:
             del self._free[slot]
-        taken += sorted(self._free.popitem()[0] for _ in range(count - len(taken)))
-        return taken
+        last = sorted(islice(reversed(self._free), count - len(taken)))
+        for slot in last:
+            del self._free[slot]
+        return [*taken, *last]
 
     def _register(self) -> None:
         """Pin what is warm and not pinned yet. Registrations begin and end at slots, so that each chunk lies in one."""

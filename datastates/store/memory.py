@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -30,6 +30,9 @@ from .comparing import are_equal
 from .pouring import Piece, copy, on_threads
 from .roles import OURS, CaptureTier, Held
 from .tier import Payload, Placed, Reader
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["MemoryTier"]
 
@@ -481,6 +484,12 @@ class _MemoryReader(Reader):
         """See ``SupportsPouring``; nothing is checked twice, since chunks in our own memory do not change."""
         self.check(list(pieces))
         on_threads(list(pieces), lambda index: self._pour(index, pieces[index]))
+
+    def pinned(self, index: int) -> torch.Tensor | None:
+        """See ``Reader``: its slot, once the arena is registered with a device."""
+        if not self._arena.is_pinned:
+            return None
+        return self._arena.tensor(self._slots[index])[: self.chunk(index).nbytes]
 
     def _look_at(self, index: int) -> None:
         self.chunk(index)

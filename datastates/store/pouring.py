@@ -27,7 +27,7 @@ _DIRECT_BYTES = 64 << 10
 _RUN = 4
 """The number of chunks, 16 MiB at most, that one thread takes at a time."""
 
-_MOST_THREADS = 4
+_MOST_THREADS = 8
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -114,13 +114,15 @@ def copy(into: memoryview, data: memoryview) -> None:
 def on_threads(indices: Sequence[int], work: Callable[[int], None], *, between: Callable[[], None] = lambda: None) -> None:
     """Call ``work`` with each of these, on a few threads; of the errors that it raises, that of the first index is raised here.
 
+    There are as many threads as half the cores that this process may use, but at least four (or one for each core), and at most eight.
+
     ``between`` is called now and then, on this thread. Every thread has ended when this returns.
     """
     if len(indices) < 2:
         for index in indices:
             work(index)
         return
-    pool = ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1), thread_name_prefix="datastates-read")
+    pool = ThreadPoolExecutor(_threads(), thread_name_prefix="datastates-read")
     try:
         runs = [pool.submit(_each, indices[at : at + _RUN], work) for at in range(0, len(indices), _RUN)]
         for run in runs:
@@ -128,6 +130,11 @@ def on_threads(indices: Sequence[int], work: Callable[[int], None], *, between: 
             run.result()
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _threads() -> int:
+    usable = len(os.sched_getaffinity(0))
+    return min(usable, max(4, usable // 2), _MOST_THREADS)
 
 
 def _each(indices: Sequence[int], work: Callable[[int], None]) -> None:

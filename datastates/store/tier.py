@@ -6,12 +6,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import ClassVar, Protocol, Self, runtime_checkable
+from typing import TYPE_CHECKING, ClassVar, Protocol, Self, runtime_checkable
 
 from datastates.content.manifest import CHUNK_BYTES, Manifest
 from datastates.errors import InvalidInput, NotFound
 from datastates.lineage.states import Status
 from datastates.system.interrupts import checkpoint
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["Payload", "Placed", "Reader", "SupportsDirectWrite", "SupportsManifests", "SupportsRemoval", "Tier"]
 
@@ -114,6 +117,13 @@ class Reader(ABC):
     def lying(self, index: int) -> memoryview:
         """A chunk in place, unverified, for other processes to read; its address stays the same while the reader is open."""
         return self.chunk(index)
+
+    def pinned(self, index: int) -> torch.Tensor | None:
+        """One chunk, checked, in memory from which devices copy while the host goes on, if it lies in such memory. Valid until ``close``.
+
+        :raises Corrupt: as for ``chunk``.
+        """
+        return None
 
     def chunks_of(self, start: int, length: int) -> range:
         """The indices of the chunks in which ``[start, start + length)`` of the stream lies.

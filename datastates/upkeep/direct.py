@@ -33,6 +33,7 @@ from datastates.store.tier import Reader
 from datastates.system.devices import devices
 from datastates.transport.clone.meeting import Meeting
 
+from .lifting import Lift
 from .spreading import Boxes, has_spread
 
 __all__ = ["restore_from"]
@@ -76,42 +77,48 @@ def restore_from(
                 reader.fetch(chunks_of(boxes.with_whole(wants)))
             spread = boxes.read(reader)
         found = _homes(specs, tensors, findings.targets) if is_pouring or near else {}
-        homes = {index: home for index, home in found.items() if is_pouring and not devices().is_on(home.live)}
         copies = {index: (home, piece) for index, home in found.items() if (piece := _beside(home.live, near, specs[index])) is not None}
+        homes = {index: home for index, home in found.items() if is_pouring and index not in copies}
     in_place = {**homes, **{index: home for index, (home, _) in copies.items()}}
     given = {index: home.live for index, home in in_place.items()} | spread
-    tree = read_tree(reader, wants=wants, is_borrowing=True, given=given, specs=specs)
-    findings = check(own(tree, into, wants))
-    if homes and isinstance(reader, SupportsPouring):
-        pour = _Pour(reader, specs, into, homes)
-        reader.check(list(pour.pieces))
-        findings.writes.insert(0, pour)
-    if copies:
-        findings.writes.insert(0, partial(_copy, into, [*copies.values()]))
-    if meeting is not None:
-        meeting.meet()
-    report = replace(write(findings), notes=tuple(own.notes))
+    lifted = {index: home for index, home in homes.items() if devices().is_on(home.live)}
+    lift = Lift(reader, specs, lifted) if lifted else None
+    try:
+        if lift is not None:
+            lift.begin()  # the host has something else to do meanwhile
+        tree = read_tree(reader, wants=wants, is_borrowing=True, given=given, specs=specs)
+        findings = check(own(tree, into, wants))
+        if len(homes) > len(lifted) and isinstance(reader, SupportsPouring):
+            poured = {index: home for index, home in homes.items() if index not in lifted}
+            pieces = cut((specs[index].shards[0].start, memoryview(home.flat.numpy().data)) for index, home in poured.items())
+            reader.check(list(pieces))
+            findings.writes.insert(0, partial(_fill, partial(reader.pour, pieces), into, [*poured.values()]))
+        if lift is not None:
+            lift.check()
+            findings.writes.insert(0, partial(_fill, lift.fill, into, [*lifted.values()]))
+        if copies:
+            findings.writes.insert(0, partial(_copy, into, [*copies.values()]))
+        if meeting is not None:
+            meeting.meet()
+        report = replace(write(findings), notes=tuple(own.notes))
+    finally:
+        if lift is not None:
+            lift.end()
     return with_trained(report, adapted, {spec.path: spec.requires_grad for spec in specs})
 
 
-class _Pour:
-    """The write that fills the homes."""
-
-    def __init__(self, reader: SupportsPouring, specs: Sequence[TensorSpec], into: Mapping[str, object], homes: Mapping[int, Home]) -> None:
-        self._reader, self._into, self._homes = reader, into, list(homes.values())
-        self.pieces = cut((specs[index].shards[0].start, memoryview(home.flat.numpy().data)) for index, home in homes.items())
-
-    def __call__(self) -> None:
-        wait_for_copies(self._into)
-        try:
-            self._reader.pour(self.pieces)
-        except BaseException as exc:
-            dirty.mark(((home.path, home.live) for home in self._homes), self)
-            if isinstance(exc, Corrupt):
-                raise Corrupt(
-                    f"{exc}; it was right a moment ago: what is restored is half old, half new; restore a state before you use it"
-                ) from exc
-            raise
+def _fill(fill: Callable[[], None], into: Mapping[str, object], homes: Sequence[Home]) -> None:
+    """The write that fills these homes."""
+    wait_for_copies(into)
+    try:
+        fill()
+    except BaseException as exc:
+        dirty.mark(((home.path, home.live) for home in homes), fill)
+        if isinstance(exc, Corrupt):
+            raise Corrupt(
+                f"{exc}; it was right a moment ago: what is restored is half old, half new; restore a state before you use it"
+            ) from exc
+        raise
 
 
 def _homes(specs: Sequence[TensorSpec], tensors: Sequence[torch.Tensor | None], targets: Sequence[Target]) -> dict[int, Home]:

@@ -156,7 +156,10 @@ PLANTED: dict[str, tuple[Lateness, str, str, str]] = {
     ),
     "the training does not wait for what is large": (Lateness.COPIES, "_begin_on", "devices().wait(current, devices().mark(side))", "pass"),
     "what is small is not put aside": (
-        *(Lateness.COPIES, "_begin_on", "aside_of(small)", "[(source.start, source.flat) for source in small]"),
+        Lateness.COPIES,
+        "_begin_on",
+        "aside_of(small, () if skipped else route.runs)",
+        "[(source.start, source.flat) for source in small]",
     ),
     "the update does not wait for the copies": (
         *(Lateness.COPIES, "fence", "devices().wait(devices().current(crossing.device), behind)", "pass"),
