@@ -25,7 +25,7 @@ _AT_ONCE = 16
 _CHUNKS = 4
 """The number of chunks whose lanes one program processes: with eight lanes each they make a warp."""
 
-_UNROLLED = 32
+_UNROLLED = tl.constexpr(32)
 """The number of steps of the chain that are compiled together: what they read is asked for before the first of them needs it."""
 
 
@@ -63,7 +63,6 @@ def chain(
     count: tl.tensor,
     longest: tl.tensor,
     chunks: tl.constexpr,
-    unrolled: tl.constexpr,
 ) -> None:
     """The lanes of ``chunks`` chunks, from what their blocks add and from their last block. ``ends`` has for each chunk the number of
     blocks before that one, its stripes, where it begins, where the last 64 bytes are, and whether these two are offsets from ``edges``.
@@ -81,7 +80,7 @@ def chain(
     mix = tl.load(words + 136 + lane)
     here = added + chunk * longest * 8 + lane
     common, most = tl.min(blocks), tl.max(blocks)
-    for block in tl.range(0, common, loop_unroll_factor=unrolled):
+    for block in tl.range(0, common, loop_unroll_factor=_UNROLLED):
         going = lanes + tl.load(here + block * 8)
         lanes = (going ^ (going >> 47) ^ mix) * 0x9E3779B1
     for block in tl.range(common, most):
@@ -124,8 +123,7 @@ class Launch:
             if len(tiles):
                 sums[(len(tiles),)](tiles, start, self._inner, added, most=_MOST, at_once=_AT_ONCE)
         programs = (triton.cdiv(self._count, _CHUNKS),)
-        sizes = {"chunks": _CHUNKS, "unrolled": _UNROLLED, "num_warps": 1}
-        chain[programs](added, base, self._ends, self._words, lanes, self._count, self._longest, **sizes)
+        chain[programs](added, base, self._ends, self._words, lanes, self._count, self._longest, chunks=_CHUNKS, num_warps=1)
         return lanes.view(torch.int64)
 
 

@@ -324,7 +324,7 @@ def test_a_device_without_room_for_what_is_put_aside_slows_captures_and_fails_no
     late.most_bytes, tried = 1 << 30, list[int]()
     with pytest.MonkeyPatch.context() as patched:
 
-        def full(small: Sequence[Source]) -> list[tuple[int, torch.Tensor]]:
+        def full(small: Sequence[Source], runs: object) -> list[tuple[int, torch.Tensor]]:
             tried.append(len(small))
             late.most_bytes = 0
             try:
