@@ -20,6 +20,7 @@ from datastates.store.pinning import DeviceRegistrar
 from datastates.store.roles import Held
 from datastates.system.devices import Mark, Stream, devices
 
+from .digested import Digested
 from .job import CopyJob, Crossing
 from .routes import HOST, NOTHING, Pairs, aside_of, placed
 from .snapshots import Snapshots
@@ -42,6 +43,7 @@ class Crossings:
         self._arena, self._then, self._hold, self._snapshots = arena, then, hold, snapshots
         self._jobs: queue.SimpleQueue[CopyJob | None] = queue.SimpleQueue()
         self._streams: dict[torch.device, Stream] = {}
+        self._digesting: dict[torch.device, Stream] = {}
         self._thread: threading.Thread | None = None
         self._is_pinned = False
 
@@ -87,6 +89,12 @@ class Crossings:
             if crossing.look is not None and job.error is None:
                 crossing.look.learn()
                 crossing.look.try_out(functools.partial(self._digest_of, job))
+
+    def learn(self, job: CopyJob) -> None:
+        """Take the digests that devices made of a job's chunks, once it is finished and known not to be torn."""
+        for crossing in job.crossings:
+            if crossing.digested is not None:
+                job.digests |= crossing.digested.learn(crossing.lanes[0], functools.partial(self._digest_of, job))
 
     def end(self, job: CopyJob) -> None:
         """Release everything held for a job, whatever its outcome, once no copy reads or writes for it. Raises nothing."""
@@ -173,13 +181,36 @@ class Crossings:
         are_known = None if look is None else self._bring_lanes(crossing, look)
         with devices().on(crossing.side):
             copy(pairs, non_blocking=True)
+        self._digest(crossing, job)
+        with devices().on(crossing.side):
             assert job.armed is not None
-            for found in (job.armed.samples, job.numbers):
+            for found in (job.armed.samples, job.numbers, crossing.lanes):
                 crossing.held += _bring(found, crossing.device)
         if look is not None and are_known is not None and look.skipped:
             are_known.synchronize()  # here this thread waits for a device, and with it a fence
             self._cross_changed(crossing, look, job)
         crossing.arrived = devices().mark(crossing.side)
+
+    def _digest(self, crossing: Crossing, job: CopyJob) -> None:
+        """Have chunks digested beside the copies, on another stream; ``side`` goes on when both are done."""
+        device, plan = crossing.device, job.plan
+        deferred = plan.routes.get(device, NOTHING).deferred
+        if crossing.is_apart or not deferred:
+            return
+        digested = plan.digested.get(device)
+        if digested is None:
+            stills = plan.stills.get(device)
+            stretches, left_out = ((source.start, source.flat) for source in deferred), () if stills is None else stills.parts
+            digested = plan.digested[device] = Digested(stretches, plan.layout.chunk_lengths, left_out)
+        stream = self._digesting.get(device)
+        if stream is None:
+            stream = self._digesting[device] = devices().stream(device)
+        devices().wait(stream, crossing.begun)
+        with devices().on(stream):
+            lanes = digested.lanes()
+        if lanes is not None:
+            crossing.digested, crossing.lanes = digested, [lanes]
+            devices().wait(crossing.side, devices().mark(stream))
 
     def _digest_of(self, job: CopyJob, chunk: int) -> bytes:
         return chunk_digest(self._arena.memory(job.slots[chunk], job.plan.layout.chunk_lengths[chunk]))
@@ -199,6 +230,7 @@ class Crossings:
         job.here |= {chunk: held[key] for chunk, key in keys.items() if key in held}
         job.digests |= {chunk: found[chunk] for chunk in look.skipped}
         changed = look.skipped.difference(job.here)
+        job.late |= changed
         stretches = look.stills.stretches(changed)
         if crossing.is_apart:  # copy from the snapshot: the training may have changed the tensors since
             stretches = [*beside(crossing.aside, frozenset(range(len(lengths))) - changed)]

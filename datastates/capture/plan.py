@@ -23,6 +23,7 @@ from datastates.content.tree import Flat, Leaf, encode_skeleton
 from datastates.errors import InvalidInput
 from datastates.system.devices import devices
 
+from .digested import Digested
 from .routes import HOST, Route, routes_of
 from .shares import Shares, bytes_at, shares_of, tie_of
 from .snapshots import Packing, packing_of
@@ -113,7 +114,8 @@ class CopyPlan:
     ``sizes[c]`` are the lengths of the pieces of chunk ``c``; ``eager[c]`` and ``deferred[c]`` say which of them are copied when. ``gaps``
     are zeros that belong to no tensor: the chunk, the first byte, and the byte after the last. ``shares`` are this rank's if several
     hold the state. ``routes`` says what lies where, ``stills`` which chunks may stay the same on a device, and ``packings`` how a device's
-    tensors are packed in a snapshot, once a capture was taken. ``is_taught``: some tensors are copied at once because they tore before.
+    tensors are packed in a snapshot, once a capture was taken; ``digested`` are the chunks that a device digests as they cross, likewise.
+    ``is_taught``: some tensors are copied at once because they tore before.
     """
 
     layout: Layout
@@ -132,6 +134,7 @@ class CopyPlan:
     eager_bytes: int
     is_taught: bool = False
     packings: dict[torch.device, Packing] = field(default_factory=dict)
+    digested: dict[torch.device, Digested] = field(default_factory=dict)
     _marks: _Marks | None = None
 
     @property

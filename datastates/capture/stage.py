@@ -130,12 +130,13 @@ class Stager:
         job.is_host_read.set()
         self._crossings.finish(job)
         self._check(job)
+        self._crossings.learn(job)
 
     def _check(self, job: CopyJob) -> None:
         assert job.armed is not None
         slots = job.slots if not job.here else [job.here[chunk].slot if chunk in job.here else slot for chunk, slot in enumerate(job.slots)]
         torn = job.plan.tripwire.tripped(job.armed, _seal(job), slots, self._arena.flat)
-        if job.digests:
+        if job.late:
             torn += [path for path in self._changed(job) if path not in torn]
         if torn:
             raise Torn(
@@ -147,8 +148,7 @@ class Stager:
     def _changed(self, job: CopyJob) -> list[str]:
         """The paths of tensors in chunks that were copied late, and do not match what their device digested when ``capture`` was called."""
         lengths = job.plan.layout.chunk_lengths
-        late = (chunk for chunk in job.digests if chunk not in job.here)
-        wrong = {chunk for chunk in late if chunk_digest(self._arena.memory(job.slots[chunk], lengths[chunk])) != job.digests[chunk]}
+        wrong = {chunk for chunk in job.late if chunk_digest(self._arena.memory(job.slots[chunk], lengths[chunk])) != job.digests[chunk]}
         return [source.path for source in job.plan.sources if wrong.intersection(chunk for chunk, _ in source.pieces)]
 
 

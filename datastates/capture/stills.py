@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from datastates.content.blocks import Part, can_digest
-from datastates.content.digester import Digester
+from datastates.content.digester import Digester, is_ready
 from datastates.content.manifest import CHUNK_BYTES, LARGE_BYTES
 from datastates.content.xxh3 import digests_of
 from datastates.system.devices import devices
@@ -21,7 +21,7 @@ from datastates.system.devices import devices
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Look", "Stills", "beside", "is_within", "stills_of"]
+__all__ = ["Look", "Stills", "beside", "cut", "is_within", "stills_of"]
 
 _logger = logging.getLogger(__name__)
 
@@ -85,7 +85,7 @@ class Stills:
 
     def look(self) -> Look | None:
         """Queue the digests on the current stream; None if the device does not compute them, or if everything changes between captures."""
-        if self._is_given_up:
+        if self._is_given_up or not is_ready(self._digester.like):
             return None
         if self._left_out:
             self._left_out -= 1
@@ -123,7 +123,7 @@ def stills_of(sources: Iterable[Source], lengths: Sequence[int]) -> dict[torch.d
     parts: dict[int, list[Part]] = {}
     for source in sorted(sources, key=lambda each: each.start):
         if source.flat.numel() >= LARGE_BYTES and devices().is_on(source.flat):
-            for chunk, offset, data in _cut(source.start, source.flat):
+            for chunk, offset, data in cut(source.start, source.flat):
                 parts.setdefault(chunk, []).append((offset, data))
     at: dict[torch.device, dict[int, list[Part]]] = {}
     for chunk, found in parts.items():
@@ -150,7 +150,7 @@ def is_within(source: Source, chunks: frozenset[int]) -> bool:
     return chunks.issuperset(range(source.start // CHUNK_BYTES, -(-(source.start + source.flat.numel()) // CHUNK_BYTES)))
 
 
-def _cut(start: int, flat: torch.Tensor) -> Iterator[tuple[int, int, torch.Tensor]]:
+def cut(start: int, flat: torch.Tensor) -> Iterator[tuple[int, int, torch.Tensor]]:
     """For each chunk in which a stretch lies: the chunk, where the stretch begins in it, and its bytes there."""
     done = 0
     while done < flat.numel():

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import logging
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -20,7 +22,9 @@ from datastates.system.devices import devices
 from .blocks import LANES, Blocks, Part, brought
 from .xxh3 import INITIAL, INNER, LAST, SCRAMBLE
 
-__all__ = ["Digester"]
+__all__ = ["Digester", "is_ready", "is_worth"]
+
+_logger = logging.getLogger(__name__)
 
 _LOW = (1 << 32) - 1
 _SHIFTED = (1 << 17) - 1
@@ -35,7 +39,7 @@ class Digester:
 
     def __init__(self, chunks: Sequence[tuple[int, Sequence[Part]]]) -> None:
         self._blocks = Blocks(chunks)
-        self.lengths = self._blocks.lengths
+        self.lengths, self.like = self._blocks.lengths, self._blocks.like
         self._is_in_order = self._blocks.order == sorted(self._blocks.order)
         self._constants: dict[str, torch.Tensor] = {}
         self._launch: Any = None
@@ -124,6 +128,44 @@ def _added(blocks: torch.Tensor, secret: torch.Tensor) -> torch.Tensor:
     low *= high
     low += blocks.unflatten(-1, (4, 2)).flip(-1).flatten(-2)
     return low
+
+
+def is_worth(tensor: torch.Tensor) -> bool:
+    """Whether the device of a tensor digests whole chunks faster than the host."""
+    return _has_kernels(tensor)
+
+
+def is_ready(tensor: torch.Tensor) -> bool:
+    """Whether ``lanes`` can be queued at once on the device of a tensor. The first call has the kernels compiled, which takes a second or
+    two, on a thread of its own. If they cannot be, that is logged, and this device never becomes ready.
+    """
+    if not _has_kernels(tensor):
+        return True
+    device = devices().of(tensor)
+    with _preparing:
+        is_first = device not in _prepared
+        found = _prepared.setdefault(device, False)
+    if is_first:
+        threading.Thread(target=_prepare, args=(device,), name="datastates-compile", daemon=True).start()
+    return found
+
+
+_prepared: dict[torch.device, bool] = {}
+_preparing = threading.Lock()
+
+
+def _prepare(device: torch.device) -> None:
+    """Digest something that needs all variants of the kernels."""
+    try:
+        stream = devices().stream(device)
+        with devices().on(stream):
+            data = torch.zeros(12 << 10, dtype=torch.uint8, device=device)
+            Digester([(12_000, [(0, data[:5000]), (5 << 10, data[5 << 10 : 12_000])]), (9000, [(0, data[:9000])])]).lanes()
+        devices().mark(stream).synchronize()
+    except Exception as exc:  # Triton may find no compiler, or no version of the driver that it knows
+        _logger.warning("nothing can be digested on %s (%r): the host digests everything", device, exc)
+    else:
+        _prepared[device] = True
 
 
 def _has_kernels(tensor: torch.Tensor) -> bool:

@@ -6,6 +6,8 @@ the second takes as long as its chain of dependent steps, however many chunks th
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 import triton
@@ -22,11 +24,11 @@ _MOST = 32
 _AT_ONCE = 16
 """The number of blocks that it reads at a time."""
 
-_CHUNKS = 4
-"""The number of chunks whose lanes one program processes: with eight lanes each they make a warp."""
+_UNROLLED = tl.constexpr(4)
+"""The number of steps of the chain that are compiled together. More take longer to compile, and no less time to run."""
 
-_UNROLLED = tl.constexpr(32)
-"""The number of steps of the chain that are compiled together: what they read is asked for before the first of them needs it."""
+_GROUP = 256
+"""The most chunks that are digested at once: their sums take 64 MiB of the device."""
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # Triton's
@@ -53,39 +55,25 @@ def sums(tiles: tl.tensor, base: tl.tensor, secret: tl.tensor, out: tl.tensor, m
         tl.store(out + (row + block) * 8 + pair, products + tl.join(odd, even), mask=is_here)
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # Triton's
-def chain(
-    added: tl.tensor,
-    edges: tl.tensor,
-    ends: tl.tensor,
-    words: tl.tensor,
-    out: tl.tensor,
-    count: tl.tensor,
-    longest: tl.tensor,
-    chunks: tl.constexpr,
-) -> None:
-    """The lanes of ``chunks`` chunks, from what their blocks add and from their last block. ``ends`` has for each chunk the number of
-    blocks before that one, its stripes, where it begins, where the last 64 bytes are, and whether these two are offsets from ``edges``.
+@triton.jit(do_not_specialize=["longest"])  # type: ignore[untyped-decorator]  # Triton's
+def chain(added: tl.tensor, edges: tl.tensor, ends: tl.tensor, words: tl.tensor, out: tl.tensor, longest: tl.tensor) -> None:
+    """The lanes of chunk ``program_id``, from what its blocks add and from its last block. ``ends`` has for each chunk the number of blocks
+    before that one, its stripes, where it begins, where the last 64 bytes are, and whether these two are offsets from ``edges``.
 
     ``words`` has the secret of the last block, the initial lanes, and the secret that is mixed in.
     """
-    place = tl.program_id(0).to(tl.int64) * chunks + tl.arange(0, chunks)[:, None]
-    chunk = tl.minimum(place, count - 1)  # what is behind the last is computed like the last, and stored nowhere
-    lane = tl.arange(0, 8)[None, :]
+    chunk = tl.program_id(0).to(tl.int64)
+    lane = tl.arange(0, 8)
     blocks, stripes = tl.load(ends + chunk * 5), tl.load(ends + chunk * 5 + 1)
     base = tl.load(ends + chunk * 5 + 4) * edges
     last = (tl.load(ends + chunk * 5 + 2) + base).to(tl.pointer_type(tl.uint64))
     final = (tl.load(ends + chunk * 5 + 3) + base).to(tl.pointer_type(tl.uint64))
-    lanes = tl.load(words + 128 + lane) + tl.zeros((chunks, 8), dtype=tl.uint64)
+    lanes = tl.load(words + 128 + lane)
     mix = tl.load(words + 136 + lane)
     here = added + chunk * longest * 8 + lane
-    common, most = tl.min(blocks), tl.max(blocks)
-    for block in tl.range(0, common, loop_unroll_factor=_UNROLLED):
+    for block in tl.range(0, blocks, loop_unroll_factor=_UNROLLED):
         going = lanes + tl.load(here + block * 8)
         lanes = (going ^ (going >> 47) ^ mix) * 0x9E3779B1
-    for block in tl.range(common, most):
-        going = lanes + tl.load(here + block * 8, mask=block < blocks, other=0)
-        lanes = tl.where(block < blocks, (going ^ (going >> 47) ^ mix) * 0x9E3779B1, lanes)
     for stripe in tl.static_range(16):
         source = final if stripe == 15 else last + stripe * 8
         is_read = (stripe == 15) | (stripe < stripes)
@@ -93,24 +81,27 @@ def chain(
         beside = tl.load(source + (lane ^ 1), mask=is_read, other=0)
         key = data ^ tl.load(words + stripe * 8 + lane)
         lanes += tl.where(is_read, beside + (key & 0xFFFFFFFF) * (key >> 32), 0)
-    tl.store(out + chunk * 8 + lane, lanes, mask=place < count)
+    tl.store(out + chunk * 8 + lane, lanes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Chunks that are digested at once: from ``first`` on, ``count`` of them, the longest of ``longest`` blocks before its last."""
+
+    first: int
+    count: int
+    longest: int
+    tiles: torch.Tensor
+    rests: torch.Tensor
+    ends: torch.Tensor
 
 
 class Launch:
     """The kernels over the blocks of chunks. The caller owns what each call returns."""
 
     def __init__(self, blocks: Blocks) -> None:
-        like = blocks.like
-        self._count, self._longest = len(blocks.counts), max(blocks.counts)
-        tiles = [
-            (run.data.data_ptr() + first * BLOCK_BYTES, run.chunk * self._longest + run.block + first, min(_MOST, count - first))
-            for run in blocks.runs
-            for count in (run.data.numel() // BLOCK_BYTES,)
-            for first in range(0, count, _MOST)
-        ]
-        rests = [(row * BLOCK_BYTES, chunk * self._longest + block, 1) for row, (chunk, block) in enumerate(blocks.rests)]
-        self._tiles, self._rest_tiles = (brought(np.array(each, np.int64).reshape(-1, 3), like) for each in (tiles, rests))
-        self._ends = brought(np.array([_end(blocks, chunk) for chunk in range(self._count)], np.int64), like)
+        like, self._count = blocks.like, len(blocks.counts)
+        self._groups = [_group(blocks, first, min(_GROUP, self._count - first)) for first in range(0, self._count, _GROUP)]
         self._inner = brought(INNER, like).view(torch.uint64)
         self._words = brought(np.concatenate([LAST.reshape(-1), INITIAL, SCRAMBLE]), like).view(torch.uint64)
 
@@ -118,13 +109,31 @@ class Launch:
         """Queue the kernels on the current stream; returns the lanes, (chunks, 8). ``edges`` are the blocks that were gathered; those of
         ``blocks.lasts`` need not be."""
         words, base = edges.view(torch.uint64), edges.data_ptr()
-        added, lanes = words.new_empty(self._count, self._longest, 8), words.new_empty(self._count, 8)
-        for tiles, start in ((self._tiles, 0), (self._rest_tiles, base)):
-            if len(tiles):
-                sums[(len(tiles),)](tiles, start, self._inner, added, most=_MOST, at_once=_AT_ONCE)
-        programs = (triton.cdiv(self._count, _CHUNKS),)
-        chain[programs](added, base, self._ends, self._words, lanes, self._count, self._longest, chunks=_CHUNKS, num_warps=1)
+        lanes = words.new_empty(self._count, 8)
+        for group in self._groups:
+            added = words.new_empty(group.count, group.longest, 8)
+            for tiles, start in ((group.tiles, 0), (group.rests, base)):
+                if len(tiles):
+                    sums[(len(tiles),)](tiles, start, self._inner, added, most=_MOST, at_once=_AT_ONCE)
+            chain[(group.count,)](added, base, group.ends, self._words, lanes[group.first :], group.longest, num_warps=1)
         return lanes.view(torch.int64)
+
+
+def _group(blocks: Blocks, first: int, count: int) -> _Group:
+    chunks, longest = range(first, first + count), max(blocks.counts[first : first + count])
+    tiles = [
+        (run.data.data_ptr() + begin * BLOCK_BYTES, (run.chunk - first) * longest + run.block + begin, min(_MOST, whole - begin))
+        for run in blocks.runs
+        if run.chunk in chunks
+        for whole in (run.data.numel() // BLOCK_BYTES,)
+        for begin in range(0, whole, _MOST)
+    ]
+    rests = [
+        (row * BLOCK_BYTES, (chunk - first) * longest + block, 1) for row, (chunk, block) in enumerate(blocks.rests) if chunk in chunks
+    ]
+    ends = [_end(blocks, chunk) for chunk in chunks]
+    found = (brought(np.array(each, np.int64).reshape(-1, width), blocks.like) for each, width in ((tiles, 3), (rests, 3), (ends, 5)))
+    return _Group(first, count, longest, *found)
 
 
 def _end(blocks: Blocks, chunk: int) -> tuple[int, int, int, int, int]:
