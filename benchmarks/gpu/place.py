@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from datastates.content.digester import is_ready
+
 from .where import Where
 
 if TYPE_CHECKING:
@@ -68,6 +70,12 @@ class Place:
         """What is queued on the device from now on begins so much later; elsewhere nothing."""
         if self.is_accelerator:
             torch.cuda._sleep(int(seconds * 1.5e9))  # cycles; about 1.5 GHz or more
+
+    def until_it_digests(self) -> None:
+        """Wait until the kernels for digests are compiled, or not to be had: what comes before that is not measured."""
+        until = time.monotonic() + 20
+        while not is_ready(torch.empty(0, device=self.device)) and time.monotonic() < until:
+            time.sleep(0.05)
 
     def pinned(self, count: int) -> Tensor:
         """So many bytes of touched host memory, pinned for an accelerator."""

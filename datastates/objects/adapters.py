@@ -179,8 +179,14 @@ class Adapted:
         return sum(local.nbytes for local in here.values() if local.layout is torch.strided)  # sparse ones do not say
 
     def frozen(self) -> list[torch.Tensor]:
-        """The parameters that require no gradient: they stay the same from state to state."""
-        return [parameter for module in self.modules for parameter in module.parameters() if not parameter.requires_grad]
+        """The parameters that require no gradient, and what optimizers keep of them: they stay the same from state to state."""
+        found: list[torch.Tensor] = []
+        found += (parameter for module in self.modules for parameter in module.parameters() if not parameter.requires_grad)
+        for optimizer in (each for tracked in self.optimizers for each in with_inner(tracked)):
+            for parameter, kept in optimizer.state.items():
+                if isinstance(parameter, torch.Tensor) and not parameter.requires_grad and isinstance(kept, dict):
+                    found += (value for value in kept.values() if isinstance(value, torch.Tensor))
+        return found
 
     def buffers(self) -> list[torch.Tensor]:
         """The tensors of modules that are not parameters: each replica may change its own, as batch norm does."""

@@ -140,7 +140,7 @@ def test_a_torn_first_capture_says_nothing_of_the_device(
         with repo.track(rng=False, model=model, optimizer=optimizer) as run:
             capture = run.capture()
             with torch.no_grad():
-                model.a += 1
+                model.a.add_(1)
             late.schedule.catch_up()
             with pytest.raises(Torn):
                 capture.wait(timeout_s=20)

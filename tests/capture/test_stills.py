@@ -136,6 +136,34 @@ def test_four_fifths_that_are_frozen_cross_twice_and_never_again(
     check_that_frozen_bytes_cross_twice(repo, crossed, lateness, of)
 
 
+@pytest.mark.in_turn("stills")
+@pytest.mark.parametrize("lateness", Lateness, ids=lambda each: each.value)
+def test_what_an_optimizer_keeps_of_frozen_parameters_does_not_cross_again_either(
+    lateness: Lateness, repo: Repository, crossed: list[int]
+) -> None:
+    late, model = LateDevices(lateness), Net()
+    model.frozen.requires_grad_(True)
+    late.put(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    with late.running(), repo.track(model=model, optimizer=optimizer, rng=False) as run:
+        model.step(optimizer)
+        optimizer.zero_grad(set_to_none=True)
+        model.frozen.requires_grad_(False)
+        for _ in range(KNOWN + 2):
+            model.step(optimizer)
+            lived = [each.clone() for each in (model.frozen, model.trained)]
+            lived += [optimizer.state[each]["momentum_buffer"].clone() for each in (model.frozen, model.trained)]
+            capture = run.capture()
+            late.schedule.catch_up()
+            capture.wait(timeout_s=30)
+            late.schedule.be_late_again()
+        tree = repo.load(capture.uid)
+    found = [tree["model"][name] for name in ("frozen", "trained")]
+    found += [tree["optimizer"]["state"][name]["momentum_buffer"] for name in ("frozen", "trained")]
+    assert all(map(torch.equal, found, lived))
+    assert sum(crossed) == 2 * (KNOWN * WHOLE_BYTES + 2 * TRAINED_BYTES)
+
+
 def check_that_changes_are_captured(repo: Repository, lateness: Lateness, *, is_deferring: bool = True) -> None:
     """As a target network changes, once in a while."""
 

@@ -166,6 +166,18 @@ def test_the_generators_are_read_after_everything_that_may_draw_from_them() -> N
     assert tree["rng"]["torch"] == torch.get_rng_state().numpy().tobytes()
 
 
+def test_frozen_is_also_what_an_optimizer_keeps_of_a_parameter_that_was_frozen_after_some_steps() -> None:
+    model: Any = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    optimizer = torch.optim.AdamW(model.parameters())
+    adapted = Adapted({"model": model, "optimizer": optimizer})
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    assert adapted.frozen() == []
+    model[0].weight.requires_grad_(False)
+    kept = optimizer.state[model[0].weight]
+    assert [id(t) for t in adapted.frozen()] == [id(model[0].weight), *map(id, kept.values())]
+
+
 def test_fenced_are_the_parameters_and_the_state_of_optimizers_and_nothing_else() -> None:
     model: Any = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 1))
     model[2].weight.requires_grad_(False)

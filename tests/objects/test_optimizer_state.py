@@ -439,9 +439,12 @@ def test_every_stock_optimizer_goes_on_bit_for_bit_on_a_gpu(make: Make, flags: d
             group.update({key: value for key, value in flags.items() if key in group})
         return model, optimizer
 
-    if flags and "capturable" not in build(0)[1].defaults:
+    try:
+        model, optimizer = build(0)
+    except RuntimeError as exc:  # a fused form that this torch has on CPUs only
+        pytest.skip(f"torch alone refuses it: {exc}")
+    if flags and "capturable" not in optimizer.defaults:
         pytest.skip("no capturable form")
-    model, optimizer = build(0)
     train(model, optimizer, range(4))
     tree = stored({"model": model, "optimizer": optimizer})
     tree = own(tree, torch.device("cpu"))  # as from a file
