@@ -184,7 +184,7 @@ class Adapted:
         found += (parameter for module in self.modules for parameter in module.parameters() if not parameter.requires_grad)
         for optimizer in (each for tracked in self.optimizers for each in with_inner(tracked)):
             for parameter, kept in optimizer.state.items():
-                if isinstance(parameter, torch.Tensor) and not parameter.requires_grad and isinstance(kept, dict):
+                if not parameter.requires_grad and isinstance(kept, dict):
                     found += (value for value in kept.values() if isinstance(value, torch.Tensor))
         return found
 

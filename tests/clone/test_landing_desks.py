@@ -32,9 +32,19 @@ def state() -> Sent:
 
 
 @pytest.fixture(autouse=True)
-def digests() -> Iterator[None]:
+def digests(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The device checks, however many cores there are."""
+    monkeypatch.setattr("datastates.clone.landing.objects._CORES", 1 << 30)
     with digesting_at_once():
         yield
+
+
+def test_where_there_are_many_cores_the_host_checks_what_arrives_in_its_memory(
+    state: Sent, by_host: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("datastates.clone.landing.objects._CORES", 1)
+    check_landing(state, model, Lateness.BOTH, scratch=2)
+    assert len(by_host) == len(state.chunks)
 
 
 @pytest.fixture

@@ -116,9 +116,9 @@ class Desks:
 
     def put(self, desk: Desk, pieces: Sequence[Piece]) -> None:
         """Begin to copy a chunk with the right digest to its places."""
-        for piece in pieces:
-            assert piece.home is not None, "all of it belongs on the device"
-            self._unloading.put(piece.home[piece.start : piece.start + piece.length], desk.memory[piece.offset :][: piece.length])
+        homes = [piece.home[piece.start : piece.start + piece.length] for piece in pieces if piece.home is not None]
+        assert len(homes) == len(pieces), "all of it belongs on the device"
+        self._unloading.put(homes, [desk.memory[piece.offset :][: piece.length] for piece in pieces])
 
     def _digest(self, desk: Desk, length: int) -> bytes:
         digester, here = desk.digester(length)

@@ -23,7 +23,7 @@ def scatter(
 
     The memory is read until the returned marks are reached.
     """
-    written: list[torch.Tensor] = []
+    homes, sources = list[torch.Tensor](), list[torch.Tensor]()
     for segment, received in zip(segments, memory, strict=True):
         for piece in segment.pieces if segment.memory is None else ():
             data = received[piece.offset - segment.offset :][: piece.length]
@@ -33,7 +33,7 @@ def scatter(
             elif not devices().is_on(piece.home):
                 piece.view()[:] = data
             else:
-                source = torch.frombuffer(data, dtype=torch.uint8)  # pinned where the scratch buffer is
-                unloading.put(piece.home[piece.start : piece.start + piece.length], source)
-                written.append(piece.home)
-    return unloading.marks(written)
+                homes.append(piece.home[piece.start : piece.start + piece.length])
+                sources.append(torch.frombuffer(data, dtype=torch.uint8))  # pinned where the scratch buffer is
+    unloading.put(homes, sources)
+    return unloading.marks(homes)

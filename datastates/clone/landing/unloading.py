@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+
+import torch
 
 from datastates.system.devices import Mark, Stream, devices
-
-if TYPE_CHECKING:
-    import torch
 
 __all__ = ["Unloading"]
 
@@ -29,10 +27,12 @@ class Unloading:
         """The stream of a device on which something lands; valid before ``join``."""
         return self._streams[device]
 
-    def put(self, home: torch.Tensor, source: torch.Tensor) -> None:
-        """Begin to copy; on any thread. The host waits if ``source`` is not pinned."""
-        with devices().on(self._streams[devices().of(home)]):
-            home.copy_(source, non_blocking=True)
+    def put(self, homes: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+        """Begin to copy; on any thread. The host waits if ``sources`` are not pinned."""
+        for device in dict.fromkeys(map(devices().of, homes)):
+            pairs = [pair for pair in zip(homes, sources, strict=True) if devices().of(pair[0]) == device]
+            with devices().on(self._streams[device]), torch.no_grad():
+                torch._foreach_copy_([home for home, _ in pairs], [source for _, source in pairs], non_blocking=True)
 
     def marks(self, homes: Iterable[torch.Tensor]) -> Sequence[Mark]:
         """The points behind the copies into these tensors so far."""
