@@ -28,6 +28,9 @@ from .stills import Look, beside, is_within
 
 __all__ = ["Crossings", "Hold", "copy", "host_pairs"]
 
+_KEPT = 8
+"""The number of sets of slots of which a plan remembers the copies: captures use a few by turns."""
+
 Hold = Callable[[Iterable[tuple[bytes, int]]], dict[tuple[bytes, int], Held]]
 """The signature of ``CaptureTier.hold``."""
 
@@ -169,13 +172,8 @@ class Crossings:
                 crossing.is_queued.set()
 
     def _cross(self, crossing: Crossing, job: CopyJob) -> None:
-        look, stretches = crossing.look, crossing.aside
-        if not crossing.is_apart:
-            deferred = job.plan.routes.get(crossing.device, NOTHING).deferred
-            stretches = [*stretches, *((source.start, source.flat) for source in deferred)]
-        if look is not None and look.skipped:
-            stretches = [*beside(stretches, look.skipped)]
-        pairs = placed(stretches, job.slots, self._arena)
+        look = crossing.look
+        pairs = self._placed(crossing, job)
         crossing.held += pairs[1]
         devices().wait(crossing.side, crossing.begun)
         are_known = None if look is None else self._bring_lanes(crossing, look)
@@ -190,6 +188,23 @@ class Crossings:
             are_known.synchronize()  # here this thread waits for a device, and with it a fence
             self._cross_changed(crossing, look, job)
         crossing.arrived = devices().mark(crossing.side)
+
+    def _placed(self, crossing: Crossing, job: CopyJob) -> Pairs:
+        """The copies of what was put aside, and of what is deferred; of the latter the same as when these slots were used last."""
+        aside, skipped = crossing.aside, frozenset[int]() if crossing.look is None else crossing.look.skipped
+        if crossing.is_apart or skipped:
+            deferred = () if crossing.is_apart else job.plan.routes.get(crossing.device, NOTHING).deferred
+            stretches = [*aside, *((source.start, source.flat) for source in deferred)]
+            return placed(beside(stretches, skipped) if skipped else stretches, job.slots, self._arena)
+        key, known = (crossing.device, tuple(job.slots)), job.plan.placed
+        later = known.get(key)
+        if later is None:
+            if len(known) >= _KEPT:
+                known.clear()
+            deferred = job.plan.routes.get(crossing.device, NOTHING).deferred
+            later = known[key] = placed(((source.start, source.flat) for source in deferred), job.slots, self._arena)
+        first = placed(aside, job.slots, self._arena)
+        return [*first[0], *later[0]], [*first[1], *later[1]]
 
     def _digest(self, crossing: Crossing, job: CopyJob) -> None:
         """Have chunks digested beside the copies, on another stream; ``side`` goes on when both are done."""

@@ -24,7 +24,7 @@ from datastates.errors import InvalidInput
 from datastates.system.devices import devices
 
 from .digested import Digested
-from .routes import HOST, Route, routes_of
+from .routes import HOST, Pairs, Route, routes_of
 from .shares import Shares, bytes_at, shares_of, tie_of
 from .snapshots import Packing, packing_of
 from .stills import Stills, stills_of
@@ -114,7 +114,8 @@ class CopyPlan:
     ``sizes[c]`` are the lengths of the pieces of chunk ``c``; ``eager[c]`` and ``deferred[c]`` say which of them are copied when. ``gaps``
     are zeros that belong to no tensor: the chunk, the first byte, and the byte after the last. ``shares`` are this rank's if several
     hold the state. ``routes`` says what lies where, ``stills`` which chunks may stay the same on a device, and ``packings`` how a device's
-    tensors are packed in a snapshot, once a capture was taken; ``digested`` are the chunks that a device digests as they cross, likewise.
+    tensors are packed in a snapshot, once a capture was taken; ``digested`` are the chunks that a device digests as they cross, likewise,
+    and ``placed`` the copies of what is deferred, by the device and the slots.
     ``is_taught``: some tensors are copied at once because they tore before.
     """
 
@@ -135,6 +136,7 @@ class CopyPlan:
     is_taught: bool = False
     packings: dict[torch.device, Packing] = field(default_factory=dict)
     digested: dict[torch.device, Digested] = field(default_factory=dict)
+    placed: dict[tuple[torch.device, tuple[int, ...]], Pairs] = field(default_factory=dict)
     _marks: _Marks | None = None
 
     @property

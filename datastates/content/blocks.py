@@ -72,6 +72,7 @@ class Blocks:
         self.lasts: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._copies: list[Part] = []
         self._copies_of_lasts: list[Part] = []
+        self._nothing: torch.Tensor | None = None
         for chunk, index in enumerate(self.order):
             for start, data in chunks[index][1]:
                 self._cut(chunk, start, data)
@@ -85,11 +86,14 @@ class Blocks:
         The last 64 bytes of a chunk are the sixteenth stripe of its last block. The space between parts is zeros. Unless ``is_all``, the
         rows of chunks in ``lasts`` are zeros, too.
         """
-        found = self.like.new_zeros((len(self.rests) + len(self.lengths)) * BLOCK_BYTES)
         copies = [*self._copies, *self._copies_of_lasts] if is_all else self._copies
-        targets = [found[at : at + data.numel()] for at, data in copies]
-        if targets:
-            torch._foreach_copy_(targets, [data for _, data in copies])
+        if not copies and self._nothing is not None:
+            return self._nothing
+        found = self.like.new_zeros((len(self.rests) + len(self.lengths)) * BLOCK_BYTES)
+        if not copies:
+            self._nothing = found.view(torch.int64).view(-1, *LANES)
+            return self._nothing
+        torch._foreach_copy_([found[at : at + data.numel()] for at, data in copies], [data for _, data in copies])
         return found.view(torch.int64).view(-1, *LANES)
 
     def _cut(self, chunk: int, start: int, data: torch.Tensor) -> None:

@@ -299,6 +299,7 @@ class Training:
         self._fence.remove()
         self.core.trainings.discard(self)  # the repository may outlive the models, and must not keep them alive
         self.core.drain()
+        self.forget_layout()  # it keeps captured tensors and places in memory alive
         if self.line.tip is not None:
             part_at(self.line.tip[0], self.adapted)
         if not self.core.database.is_closed:  # the repository may have been closed after an interrupt of this

@@ -16,7 +16,6 @@ from typing import Any, Protocol, runtime_checkable
 import msgspec
 
 from datastates.errors import Corrupt, DatastatesError, Disconnected, InvalidInput, Unavailable
-from datastates.system import cores
 from datastates.system.seldom import Seldom
 from datastates.transport.contract import OnDevice
 from datastates.transport.failures import describe, revive
@@ -47,7 +46,7 @@ from .schedule import (
 
 __all__ = ["Feed", "Fetched", "ReachesDevices", "fetch"]
 
-_THREADS = cores.beside(2, least=2, most=8)
+_THREADS = 2
 _TICK_S = 0.1
 _AT_ONCE = 3  # how many verdicts wake the loop together
 _logger = logging.getLogger(__name__)

@@ -20,8 +20,6 @@ from typing import Final
 
 import numpy as np
 
-from datastates.system import cores
-
 from .plane import surely
 
 __all__ = ["Near", "NearChunks", "address_of", "is_wanted", "own_beacon"]
@@ -29,7 +27,7 @@ __all__ = ["Near", "NearChunks", "address_of", "is_wanted", "own_beacon"]
 SWITCH: Final = "DATASTATES_NEAR"
 """If this is 0 in the environment, no process of this host is read directly; chunks then travel over the transport."""
 
-_AT_ONCE = cores.beside(4, least=2, most=4)  # reads; more would share one memory bus
+_AT_ONCE = 2  # reads; more would share one memory bus
 _TELL = 16  # chunks between two messages to the process that is read
 _BYTES = 32
 

@@ -24,7 +24,8 @@ class Scratch:
     def take(self) -> torch.Tensor | None:
         """A buffer of ``CHUNK_BYTES``; None if all are in use. Waits if only devices still use the last ones."""
         with self._lock:
-            ready = (index for index in reversed(range(len(self._free))) if all(mark.query() for mark in self._free[index][1]))
+            order = range(len(self._free)) if self._is_pinned else reversed(range(len(self._free)))  # devices are done with the first ones
+            ready = (index for index in order if all(mark.query() for mark in self._free[index][1]))
             index = next(ready, None)
             if index is not None:
                 return self._free.pop(index)[0]
