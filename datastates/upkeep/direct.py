@@ -81,29 +81,23 @@ def restore_from(
         homes = {index: home for index, home in found.items() if is_pouring and index not in copies}
     in_place = {**homes, **{index: home for index, (home, _) in copies.items()}}
     given = {index: home.live for index, home in in_place.items()} | spread
+    tree = read_tree(reader, wants=wants, is_borrowing=True, given=given, specs=specs)
+    findings = check(own(tree, into, wants))
     lifted = {index: home for index, home in homes.items() if devices().is_on(home.live)}
-    lift = Lift(reader, specs, lifted) if lifted else None
-    try:
-        if lift is not None:
-            lift.begin()  # the host has something else to do meanwhile
-        tree = read_tree(reader, wants=wants, is_borrowing=True, given=given, specs=specs)
-        findings = check(own(tree, into, wants))
-        if len(homes) > len(lifted) and isinstance(reader, SupportsPouring):
-            poured = {index: home for index, home in homes.items() if index not in lifted}
-            pieces = cut((specs[index].shards[0].start, memoryview(home.flat.numpy().data)) for index, home in poured.items())
-            reader.check(list(pieces))
-            findings.writes.insert(0, partial(_fill, partial(reader.pour, pieces), into, [*poured.values()]))
-        if lift is not None:
-            lift.check()
-            findings.writes.insert(0, partial(_fill, lift.fill, into, [*lifted.values()]))
-        if copies:
-            findings.writes.insert(0, partial(_copy, into, [*copies.values()]))
-        if meeting is not None:
-            meeting.meet()
-        report = replace(write(findings), notes=tuple(own.notes))
-    finally:
-        if lift is not None:
-            lift.end()
+    poured = {index: home for index, home in homes.items() if index not in lifted}
+    if poured and isinstance(reader, SupportsPouring):
+        pieces = cut((specs[index].shards[0].start, memoryview(home.flat.numpy().data)) for index, home in poured.items())
+        reader.check(list(pieces))
+        findings.writes.insert(0, partial(_fill, partial(reader.pour, pieces), into, [*poured.values()]))
+    if lifted:
+        lift = Lift(reader, specs, lifted)
+        lift.check()
+        findings.writes.insert(0, partial(_fill, lift.fill, into, [*lifted.values()]))
+    if copies:
+        findings.writes.insert(0, partial(_copy, into, [*copies.values()]))
+    if meeting is not None:
+        meeting.meet()
+    report = replace(write(findings), notes=tuple(own.notes))
     return with_trained(report, adapted, {spec.path: spec.requires_grad for spec in specs})
 
 

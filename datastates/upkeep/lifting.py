@@ -7,7 +7,6 @@ memory by turns: while one crosses, the next chunks are read into the other.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import torch
 
@@ -42,26 +41,13 @@ class Lift:
                 self._parts.setdefault(chunk, []).append((offset, part))
                 done += part.numel()
         self._devices = dict.fromkeys(devices().of(home.flat) for home in homes.values())
-        self._checked: Future[None] | None = None
-
-    def begin(self) -> None:
-        """Begin to check the chunks on other threads; ``check`` or ``end`` must follow."""
-        pool = ThreadPoolExecutor(1, thread_name_prefix="datastates-check")
-        self._checked = pool.submit(self._reader.check, list(self._parts))
-        pool.shutdown(wait=False)
 
     def check(self) -> None:
-        """Wait until all chunks are checked.
+        """Check all chunks.
 
-        :raises Corrupt: a chunk fails its digest.
+        :raises Corrupt: one fails its digest.
         """
-        assert self._checked is not None, "it has begun"
-        self._checked.result()
-
-    def end(self) -> None:
-        """Wait until nothing reads the chunks any more."""
-        if self._checked is not None:
-            wait([self._checked])
+        self._reader.check(list(self._parts))
 
     def fill(self) -> None:
         """Copy all of it, and wait until it is there.
