@@ -125,7 +125,13 @@ def on_threads(indices: Sequence[int], work: Callable[[int], None], *, between: 
         return
     pool = ThreadPoolExecutor(_threads(), thread_name_prefix="datastates-read")
     try:
-        runs = [pool.submit(_each, indices[at : at + _RUN], work) for at in range(0, len(indices), _RUN)]
+        runs = []
+        for at in range(0, len(indices), _RUN):
+            some = indices[at : at + _RUN]
+            try:
+                runs.append(pool.submit(_each, some, work))
+            except RuntimeError:  # the interpreter ends, and starts no threads any more
+                _each(some, work)
         for run in runs:
             between()
             run.result()

@@ -335,3 +335,11 @@ def test_what_threads_raise_is_raised_in_the_order_of_chunks() -> None:
 
     with pytest.raises(Corrupt, match="chunk 9"):
         pouring.on_threads(range(40), work)
+
+
+def test_where_no_thread_can_be_started_any_more_the_caller_does_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As at the end of the interpreter, when heads still become durable."""
+    monkeypatch.setattr("concurrent.futures.thread._shutdown", True)
+    done = list[int]()
+    pouring.on_threads(range(40), done.append)
+    assert sorted(done) == [*range(40)]
