@@ -6,6 +6,7 @@ begun, so the next stage gets captures in order.
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 import time
@@ -26,6 +27,8 @@ from .routes import HOST, NOTHING, Pairs
 from .snapshots import Snapshots
 
 __all__ = ["CopyJob", "Stager"]
+
+_logger = logging.getLogger(__name__)
 
 _INLINE_BYTES = 1 << 20
 """More eager bytes than this are copied by the stage thread, which is known to use one core, while the caller waits."""
@@ -98,8 +101,20 @@ class Stager:
         torch.get_num_threads()  # torch sets this thread's number of OpenMP threads at its first use; after that we can set it
         with threadpoolctl.threadpool_limits(limits=1, user_api="openmp"):
             while (job := self._jobs.get()) is not None:
-                self._finish(job)
+                try:
+                    self._finish(job)
+                except BaseException as exc:  # a training waits for this thread at its next fence: whatever it is, the thread goes on
+                    _logger.exception("the end of a copy failed; the thread that copies goes on")
+                    self._give_up(job, exc)
                 del job  # otherwise its tensors would live until the next job
+
+    def _give_up(self, job: CopyJob, error: BaseException) -> None:
+        """End a job that could not be ended."""
+        job.error = job.error or error
+        if not job.is_copied.is_set():  # nobody was told yet
+            for latch in (job.eager_done, job.is_host_read, job.is_copied):
+                latch.set()
+            job.on_done(job)
 
     def _finish(self, job: CopyJob) -> None:
         """Runs on the stage thread."""

@@ -11,6 +11,8 @@ import torch
 
 import datastates
 from datastates.capture import handle
+from datastates.capture.crossing import Crossings
+from datastates.capture.job import CopyJob
 from datastates.capture.line import Staged
 from datastates.config import Config
 from datastates.content.manifest import CHUNK_BYTES
@@ -181,6 +183,26 @@ def test_an_error_right_after_a_copy_comes_from_that_handle_and_the_next_capture
             capture.wait(timeout_s=60)
     assert first.value is error
     with pytest.raises(RuntimeError, match="did not come"):
+        run.capture()
+    optimizer.step()
+    assert run.capture().wait("durable", timeout_s=60).status is Status.DURABLE
+
+
+def test_an_error_at_the_end_of_a_copy_ends_that_capture_and_not_the_thread_that_copies(
+    opened: Callable[..., Repository], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    run, _, optimizer = track(opened())
+
+    def fail(self: Crossings, job: CopyJob) -> None:
+        raise RuntimeError("changed while it was looked at")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Crossings, "end", fail)
+        capture = run.capture()
+        with pytest.raises(RuntimeError, match="changed while"):
+            capture.wait(timeout_s=60)
+    assert "the thread that copies goes on" in caplog.text
+    with pytest.raises(RuntimeError, match="changed while"):
         run.capture()
     optimizer.step()
     assert run.capture().wait("durable", timeout_s=60).status is Status.DURABLE
