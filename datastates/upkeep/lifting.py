@@ -84,8 +84,7 @@ class Lift:
 
     def _end(self, chunk: int) -> int:
         """The last byte of a chunk that is needed, and one more."""
-        offset, part = self._parts[chunk][-1]
-        return offset + part.numel()
+        return max(offset + part.numel() for offset, part in self._parts[chunk])
 
     def _marks(self) -> list[Mark]:
         return [devices().mark(devices().current(device)) for device in self._devices]

@@ -25,9 +25,11 @@ WORDS = 3 * CHUNK_BYTES // 4 + 1000
 
 
 def state(put: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor) -> dict[str, Any]:
-    """One large tensor, one that shares a chunk with it, one that is too small to be received in place, and one on the host."""
+    """One large tensor, one that shares a chunk with it, one that is too small to be received in place, and one on the host. The first lies
+    behind the others, as its elements are shorter."""
     torch.manual_seed(0)
     return {
+        "short": put(torch.randn(300_000).bfloat16()),
         "large": put(torch.randn(WORDS)),
         "beside": put(torch.randn(70_000)),
         "small": put(torch.randn(10)),
