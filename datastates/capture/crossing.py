@@ -192,17 +192,16 @@ class Crossings:
     def _placed(self, crossing: Crossing, job: CopyJob) -> Pairs:
         """The copies of what was put aside, and of what is deferred; of the latter the same as when these slots were used last."""
         aside, skipped = crossing.aside, frozenset[int]() if crossing.look is None else crossing.look.skipped
-        if crossing.is_apart or skipped:
-            deferred = () if crossing.is_apart else job.plan.routes.get(crossing.device, NOTHING).deferred
-            stretches = [*aside, *((source.start, source.flat) for source in deferred)]
-            return placed(beside(stretches, skipped) if skipped else stretches, job.slots, self._arena)
+        deferred = () if crossing.is_apart else job.plan.routes.get(crossing.device, NOTHING).deferred
+        stretches = [(source.start, source.flat) for source in deferred]
+        if skipped:
+            return placed(beside([*aside, *stretches], skipped), job.slots, self._arena)
         key, known = (crossing.device, tuple(job.slots)), job.plan.placed
-        later = known.get(key)
+        later = known.get(key) if stretches else ([], [])
         if later is None:
             if len(known) >= _KEPT:
                 known.clear()
-            deferred = job.plan.routes.get(crossing.device, NOTHING).deferred
-            later = known[key] = placed(((source.start, source.flat) for source in deferred), job.slots, self._arena)
+            later = known[key] = placed(stretches, job.slots, self._arena)
         first = placed(aside, job.slots, self._arena)
         return [*first[0], *later[0]], [*first[1], *later[1]]
 

@@ -11,11 +11,9 @@ import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from datastates.content.blocks import Part, can_digest
+from datastates.content.blocks import Part, can_digest, cut
 from datastates.content.digester import Digester, is_ready, is_worth
 from datastates.content.xxh3 import digests_of
-
-from .stills import cut
 
 if TYPE_CHECKING:
     import torch

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
-from datastates.content.blocks import Part, can_digest
+from datastates.content.blocks import Part, can_digest, cut
 from datastates.content.digester import Digester, is_ready
 from datastates.content.manifest import CHUNK_BYTES, LARGE_BYTES
 from datastates.content.xxh3 import digests_of
@@ -21,7 +21,7 @@ from datastates.system.devices import devices
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Look", "Stills", "beside", "cut", "is_within", "stills_of"]
+__all__ = ["Look", "Stills", "beside", "is_within", "stills_of"]
 
 _logger = logging.getLogger(__name__)
 
@@ -148,13 +148,3 @@ def beside(stretches: Iterable[tuple[int, torch.Tensor]], chunks: frozenset[int]
 def is_within(source: Source, chunks: frozenset[int]) -> bool:
     """Whether all of a source lies in these chunks."""
     return chunks.issuperset(range(source.start // CHUNK_BYTES, -(-(source.start + source.flat.numel()) // CHUNK_BYTES)))
-
-
-def cut(start: int, flat: torch.Tensor) -> Iterator[tuple[int, int, torch.Tensor]]:
-    """For each chunk in which a stretch lies: the chunk, where the stretch begins in it, and its bytes there."""
-    done = 0
-    while done < flat.numel():
-        chunk, offset = divmod(start + done, CHUNK_BYTES)
-        data = flat[done : done + CHUNK_BYTES - offset]
-        yield chunk, offset, data
-        done += data.numel()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,9 +12,10 @@ import torch
 
 from datastates.system.devices import devices
 
+from .manifest import CHUNK_BYTES
 from .xxh3 import BLOCK_BYTES, SHORTEST, STRIPE_BYTES, blocks_before_last, stripes_of_last
 
-__all__ = ["LANES", "Blocks", "Part", "Run", "brought", "can_digest"]
+__all__ = ["LANES", "Blocks", "Part", "Run", "brought", "can_digest", "cut"]
 
 _ALIGNED = 16
 """The alignment, in bytes, that a device's memory needs for the widest read."""
@@ -50,6 +51,16 @@ def can_digest(length: int, parts: Sequence[Part]) -> bool:
             return False
         end = start + data.numel()
     return length >= SHORTEST and end <= length < end + BLOCK_BYTES and len({devices().of(data) for _, data in parts}) == 1
+
+
+def cut(start: int, flat: torch.Tensor) -> Iterator[tuple[int, int, torch.Tensor]]:
+    """For each chunk in which a stretch of the stream lies: the chunk, where the stretch begins in it, and its bytes there."""
+    done = 0
+    while done < flat.numel():
+        chunk, offset = divmod(start + done, CHUNK_BYTES)
+        data = flat[done : done + CHUNK_BYTES - offset]
+        yield chunk, offset, data
+        done += data.numel()
 
 
 class Blocks:

@@ -15,7 +15,6 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 
 from datastates.content.manifest import CHUNK_BYTES
-from datastates.system import cores
 
 __all__ = ["STRIDE_BYTES", "Leg", "Piece", "Room", "SupportsPouring", "copy", "cut", "legs", "on_threads"]
 
@@ -140,7 +139,8 @@ def on_threads(indices: Sequence[int], work: Callable[[int], None], *, between: 
 
 
 def _threads() -> int:
-    return min(os.cpu_count() or 1, cores.beside(2, least=4, most=_MOST_THREADS))
+    usable = len(os.sched_getaffinity(0))
+    return min(usable, max(4, usable // 2), _MOST_THREADS)
 
 
 def _each(indices: Sequence[int], work: Callable[[int], None]) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from datastates.capture.crossing import copy
+from datastates.content.blocks import Part, cut
 from datastates.content.manifest import CHUNK_BYTES, TensorSpec
 from datastates.objects.homes import Home
 from datastates.store.pouring import Piece, SupportsPouring
@@ -22,9 +23,6 @@ __all__ = ["Lift"]
 _ROOM_CHUNKS = 16
 """The number of chunks that one of the rooms holds."""
 
-_Part = tuple[int, torch.Tensor]
-"""The place in a chunk where some of its bytes begin, and the live bytes into which they belong."""
-
 
 class Lift:
     """Fills ``homes``, all of which lie on devices. Belongs to one thread; what it does follows what the current streams have to do."""
@@ -32,14 +30,10 @@ class Lift:
     def __init__(self, reader: Reader, specs: Sequence[TensorSpec], homes: Mapping[int, Home]) -> None:
         assert isinstance(reader, SupportsPouring), "the caller looked"
         self._reader = reader
-        self._parts: dict[int, list[_Part]] = {}
+        self._parts: dict[int, list[Part]] = {}  # by chunk, the live bytes that belong there
         for index, home in homes.items():
-            start, done = specs[index].shards[0].start, 0
-            while done < home.flat.numel():
-                chunk, offset = divmod(start + done, CHUNK_BYTES)
-                part = home.flat[done : done + CHUNK_BYTES - offset]
+            for chunk, offset, part in cut(specs[index].shards[0].start, home.flat):
                 self._parts.setdefault(chunk, []).append((offset, part))
-                done += part.numel()
         self._devices = dict.fromkeys(devices().of(home.flat) for home in homes.values())
 
     def check(self) -> None:

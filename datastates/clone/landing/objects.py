@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +20,6 @@ from datastates.objects.homes import Home, live_homes, wait_for_copies
 from datastates.objects.redivision import Redivision
 from datastates.objects.report import RestoreReport, Target
 from datastates.objects.restore import check_into, reads, write
-from datastates.system import cores
 from datastates.system.devices import Mark, devices
 from datastates.transport.contract import OnDevice
 
@@ -289,7 +289,7 @@ class ObjectsSink:
             return None
         desks, length = self._desks[device], self.lengths[index]
         if arriving.desk is None and arriving.scratch is not None:
-            if cores.beside(1, least=1, most=_CORES) == _CORES:
+            if len(os.sched_getaffinity(0)) >= _CORES:
                 return None
             arriving.desk = desks.take(length)  # given back with the chunk, right or not
             if arriving.desk is None:
