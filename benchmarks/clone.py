@@ -1,11 +1,12 @@
 """What a clone costs: a state from one process into the live tensors of another, and what the source's training pays.
 
-    python benchmarks/clone.py [--quick] [--part large|tiny|latency|serving] [--hosts] [--json FILE] [--rounds N]
+    python benchmarks/clone.py [--quick] [--part large|tiny|latency|serving] [--hosts [--gbit N]] [--json FILE] [--rounds N]
 
 Two processes, a sender and a receiver, with every way in turn, round after round; before each transfer the receiver's memory is
 cleared, after it every byte is compared. The floor moves one piece of prefaulted memory as our transport does, checks nothing and
 puts nothing into tensors. What shares one process with UCXX cannot start it twice: ours has a second pair of processes. With
-``--hosts`` the two are in network namespaces of their own, as on two hosts.
+``--hosts`` the two are in network namespaces of their own, as on two hosts. With ``--gbit`` the cable between them carries that many
+Gbit/s, as a network's does; without it the cable is as fast as the cores, which both ends share.
 """
 
 from __future__ import annotations
@@ -410,11 +411,15 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write every sample to this file")
     parser.add_argument("--rounds", type=int, help="how often each way is measured (7)")
     parser.add_argument("--hosts", action="store_true", help="two network namespaces instead of loopback: the part large, for root")
+    parser.add_argument("--gbit", type=float, help="with --hosts: what the cable carries, Gbit/s (as much as the cores can)")
     options = parser.parse_args()
+    if options.gbit is not None and (not options.hosts or not options.gbit > 0):
+        parser.error("--gbit goes with --hosts and is more than 0")
     rounds = options.rounds or (1 if options.quick else 7)
-    out(f"{machine()}; two processes {'in two network namespaces' if options.hosts else 'on loopback'}, torch on one thread")
+    cable = f", a cable of {options.gbit:g} Gbit/s" if options.gbit else ""
+    out(f"{machine()}; two processes {'in two network namespaces' + cable if options.hosts else 'on loopback'}, torch on one thread")
     parts = ["large"] if options.hosts else options.part or PARTS
-    with two_hosts() if options.hosts else contextlib.nullcontext(dict[str, str]()) as hosts:
+    with two_hosts(options.gbit) if options.hosts else contextlib.nullcontext(dict[str, str]()) as hosts:
         results = {part: PARTS[part](quick=options.quick, rounds=rounds, hosts=hosts) for part in parts}
     if options.json:
         options.json.write_text(json.dumps(results, indent=1))

@@ -18,8 +18,8 @@ _CLONE_NEWNET = 0x40000000
 
 
 @contextmanager
-def two_hosts() -> Iterator[dict[str, str]]:
-    """The namespaces of sender and receiver by role; they are gone after the block."""
+def two_hosts(gbit: float | None = None) -> Iterator[dict[str, str]]:
+    """The namespaces of sender and receiver by role, gone after the block; the cable carries ``gbit`` Gbit/s, or what the cores can."""
     names = {role: f"ds-bench-{os.getpid()}-{role}" for role in ("sender", "receiver")}
     try:
         for name in names.values():
@@ -29,6 +29,9 @@ def two_hosts() -> Iterator[dict[str, str]]:
             _ip("-n", names[role], "addr", "add", f"{address}/24", "dev", INTERFACE)
             for link in (INTERFACE, "lo"):
                 _ip("-n", names[role], "link", "set", link, "up")
+            if gbit is not None:
+                bucket = ("tbf", "rate", f"{gbit * 1e9:.0f}bit", "burst", "2mb", "latency", "20ms")
+                _call("tc", "-n", names[role], "qdisc", "add", "dev", INTERFACE, "root", *bucket)
         yield names
     finally:
         for name in names.values():
@@ -44,4 +47,8 @@ def enter(namespace: str) -> None:
 
 
 def _ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
+    _call("ip", *words)
+
+
+def _call(*command: str) -> None:
+    subprocess.run(command, check=True, capture_output=True, text=True)
