@@ -12,6 +12,7 @@ from torch import nn
 
 import datastates
 from datastates import Config, InvalidInput, NotFound, OnFailure, Repository, Status, Unavailable
+from datastates.lineage.search import query, revision
 from tests.support.thread_ranks import ThreadGroup, on_threads
 
 SLOT = 4 << 20
@@ -228,3 +229,17 @@ def test_ranks_that_restore_unlike_states_together_all_raise(tmp_path: Path) -> 
         for refused in restore("main", "nowhere"):
             assert isinstance(refused, NotFound)
         assert restore("main", newest.uid, "main") == [[1.0], [1.0], [1.0]]
+
+
+def test_a_training_that_names_no_state_builds_no_parser(tmp_path: Path) -> None:
+    """Each takes as long as a tenth of what ``open`` takes in a process that starts."""
+    parsers = (query._parser, revision._parser)
+    for parser in parsers:
+        parser.cache_clear()
+    tracked = {"weight": torch.zeros(1000)}
+    with datastates.open(tmp_path, memory_bytes=8 * SLOT) as repo, repo.track(tracked=tracked) as run:
+        run.capture(metrics={"loss": 1.0}).wait("durable")
+
+        assert [parser.cache_info().currsize for parser in parsers] == [0, 0]
+        assert repo.find("branch = main")[0].uid == repo.state("main~0").uid
+        assert [parser.cache_info().currsize for parser in parsers] == [1, 1]

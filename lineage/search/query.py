@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from difflib import get_close_matches
 from enum import StrEnum
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
-from lark import Token, Transformer, v_args
+from lark import Lark, Token, Transformer, v_args
 
 from datastates.lineage.states import Status
 from datastates.system.masking import is_secret
@@ -205,7 +205,7 @@ def parse_query(text: str) -> Query:
 
     :raises SyntaxProblem: it does not parse, names an unknown field (the error lists the known ones), or compares what cannot be compared.
     """
-    query: Query = parse(_PARSER, text, _TERMINALS)
+    query: Query = parse(_parser(), text, _TERMINALS)
     return query
 
 
@@ -439,4 +439,9 @@ _TERMINALS = {
     "REVISION": "a revision",
     "$END": "the end",
 }
-_PARSER = load("search", _Build())
+
+
+@cache
+def _parser() -> Lark:
+    """Made for the first text that comes: it takes 25 ms, and most trainings search for nothing."""
+    return load("search", _Build())

@@ -18,10 +18,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import datetime
 from difflib import get_close_matches
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any
 
-from lark import Token, Transformer, v_args
+from lark import Lark, Token, Transformer, v_args
 from sqlalchemy import BigInteger, Select, bindparam, case, select
 
 from datastates.errors import Ambiguous, NotFound, SyntaxProblem
@@ -213,12 +213,17 @@ _NAMES = {
     "__ANON_1": "'@best:'",
     "$END": "the end",
 }
-_PARSER = load("revision", _Build())
+
+
+@cache
+def _parser() -> Lark:
+    """Made for the first text that comes: it takes 25 ms, and a training that starts from nothing names no state."""
+    return load("revision", _Build())
 
 
 @lru_cache(maxsize=1024)
 def _parse(text: str) -> _Revision | _Span:
-    parsed: _Revision | _Span = parse(_PARSER, text, _NAMES)
+    parsed: _Revision | _Span = parse(_parser(), text, _NAMES)
     return parsed
 
 
