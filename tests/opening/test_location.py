@@ -32,8 +32,10 @@ def test_folder_holds_database_and_packs(tmp_path: Path, name: str) -> None:
     assert str(location) == str(root)
     assert not location.is_present
     root.mkdir()
-    with create_engine(location.database_url).connect() as connection:
+    engine = create_engine(location.database_url)
+    with engine.connect() as connection:
         connection.execute(text("create table made (id integer)"))
+    engine.dispose()
     assert (root / "lineage.db").is_file()
     assert location.is_present
 
