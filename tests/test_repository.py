@@ -232,7 +232,7 @@ def test_ranks_that_restore_unlike_states_together_all_raise(tmp_path: Path) -> 
 
 
 def test_a_training_that_names_no_state_builds_no_parser(tmp_path: Path) -> None:
-    """Each takes as long as a tenth of what ``open`` takes in a process that starts."""
+    """To build one takes 25 ms, a twentieth of what ``open`` takes in a new process."""
     parsers = (query._parser, revision._parser)
     for parser in parsers:
         parser.cache_clear()
