@@ -13,6 +13,7 @@ from datastates.lineage.search.holders import replicas_of
 from datastates.lineage.search.incomplete import parts_of
 from datastates.lineage.search.notes import notes
 from datastates.lineage.show.detail import child_uids, refs_at
+from datastates.lineage.show.origins import branches_of
 from datastates.lineage.states import State
 
 from .models import StateDetail, StoredPack
@@ -29,10 +30,12 @@ def detail_of(session: Session, uid: str, packs: Sequence[PackInfo] = ()) -> Sta
     :raises NotFound: there is no such state.
     """
     state = lookup.state(session, uid)
+    children = tuple(child_uids(session, uid))
     return StateDetail(
         **{field.name: getattr(state, field.name) for field in fields(State)},
         refs=tuple(refs_at(session, uid)),
-        children=tuple(child_uids(session, uid)),
+        children=children,
+        origins=branches_of(session, [uid, *children]),
         replicas=tuple(replicas_of(session, uid)),
         packs=tuple(StoredPack(pack.name, pack.size) for pack in sorted(packs, key=lambda pack: pack.name)),
         run_record=None if state.run is None else runs.get(session, state.run),

@@ -111,12 +111,14 @@ class StoredPack:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateDetail(State):
-    """Everything that is known of one state. ``children`` are uids, oldest first. ``run_record`` is the training that captured it.
-    ``notes`` are those on the state, newest first. ``parts`` are those of its ranks; none if one process captured all of it.
+    """Everything that is known of one state. ``children`` are uids, oldest first. ``origins`` has the branches to which it and its children
+    belong, by uid: those that captured them. ``run_record`` is the training that captured it. ``notes`` are those on the state, newest
+    first. ``parts`` are those of its ranks; none if one process captured all of it.
     """
 
     refs: tuple[Ref, ...]
     children: tuple[str, ...]
+    origins: dict[str, str]
     replicas: tuple[Replica, ...]
     packs: tuple[StoredPack, ...]
     run_record: Run | None

@@ -11,10 +11,13 @@ from fastapi import Depends, Path, Request
 
 from datastates.errors import NotFound, Unavailable
 from datastates.lineage.deadline import within
+from datastates.lineage.show.rows import counts_of
+from datastates.lineage.show.sparkline import Lines
 from datastates.opening.core import Core
 
 from .curves import Curves
 from .forecasts import Forecasts
+from .kept import Kept
 from .live import LiveEvents
 from .norms import Norms
 from .pictures import Pictures
@@ -48,10 +51,12 @@ class Served:
         self.name, self.core = name, core
         self.live = LiveEvents(core.database.read, name=name)
         self.downloads = threading.BoundedSemaphore(DOWNLOADS)
-        self.windows = Windows()
+        self.windows = Windows(self.reading_all)
         self.curves = Curves()
         self.forecasts = Forecasts(core)
         self.statistics = Statistics(self.reading_all, lambda: core.tiers.durable.bytes_stored)
+        self.lines = Lines()
+        self.branch_counts = Kept("branch-counts", self.reading_all, counts_of)
         self._questions = threading.BoundedSemaphore(QUESTIONS)
         self.payload_reads, self.norms = PayloadReads(), Norms()
         self.pictures: Pictures | None = None
@@ -86,14 +91,18 @@ class Served:
 
     def warm(self) -> None:
         """Read everything once, in the background: otherwise the first request about a million states would wait for seconds."""
-        self.windows.warm(self.reading_all)
+        self.windows.warm(then=self._warm_counts)
+
+    def _warm_counts(self) -> None:
         self.statistics.warm()
+        self.branch_counts.warm()
 
     def close(self) -> None:
         """End the work that it began; idempotent."""
         self.live.close()
         self.windows.close()
         self.statistics.close()
+        self.branch_counts.close()
 
 
 def _choose(request: Request, repository: Annotated[str, Path(description="The repository's name on this server")]) -> Served:

@@ -41,15 +41,16 @@ _HEADS = select(_ref.c.state_id).distinct()
 
 
 class Windows:
-    """The drawings of one repository. Safe from any thread."""
+    """The drawings of one repository; ``reading`` opens sessions for work beside requests. Safe from any thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, reading: Callable[[], AbstractContextManager[Session]]) -> None:
         self.topology = Topology()
         self.background = Background("windows")
-        self.restorable = Restorable()
+        self.restorable = Restorable(reading)
+        self._reading = reading
         self._names: Names | None = None
         self._kept: OrderedDict[tuple[str, ...], _Kept] = OrderedDict()
-        self._lock = threading.Lock()
+        self._naming, self._lock = threading.Lock(), threading.Lock()
 
     def page(
         self, session: Session, heads: Sequence[str], *, first: int, count: int, around: str | None = None, look: Look | None = None
@@ -79,7 +80,8 @@ class Windows:
         return self._shown(session, heads, look)[0].overview()
 
     def _shown(self, session: Session, heads: Sequence[str], look: Look | None) -> tuple[Folded, tuple[str, ...], bool]:
-        self._names = known = names(session, self._names)
+        with self._naming:  # whoever comes meanwhile need not read them again
+            self._names = known = names(session, self._names)
         kept = self._of(tuple(sorted(set(heads))))
         ids = _ids_of(session, heads)
         drawing, uids, is_current = kept.drawing_of(session, ids, known.trunk if known.trunk in ids else None)
@@ -124,18 +126,23 @@ class Windows:
         )
         return rows, {rank: folded.names.branches[rank] for rank in sorted(seen)}
 
-    def warm(self, reading: Callable[[], AbstractContextManager[Session]]) -> None:
-        """Begin to draw the history of all refs, so that the first request waits less."""
+    def warm(self, *, then: Callable[[], None]) -> None:
+        """Begin to draw the history of all refs, so that the first request waits less; call ``then`` afterwards in any case."""
 
         def draw() -> None:
-            with reading() as session:
-                self.page(session, (), first=0, count=1)
+            try:
+                with self._reading() as session:
+                    self.page(session, (), first=0, count=1)
+                self.restorable.warm()
+            finally:
+                then()
 
         self.background.start("warm", draw)
 
     def close(self) -> None:
         """End the drawing; idempotent."""
         self.background.close()
+        self.restorable.close()
 
     def _of(self, key: tuple[str, ...]) -> _Kept:
         with self._lock:

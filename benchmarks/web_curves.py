@@ -85,13 +85,10 @@ def _asked(base: str, names: list[str]) -> float:
 def _drawn(base: str, names: list[str]) -> dict[str, float]:
     """Milliseconds since the navigation began. Empty where there is no browser."""
     program = chromium()
-    try:
-        from playwright.sync_api import sync_playwright
-    except ImportError:
-        program = None
     if program is None:
-        out("the page was not measured: it needs playwright and chromium")
         return {}
+    from playwright.sync_api import sync_playwright
+
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
         page = browser.new_page(viewport={"width": 1280, "height": 800})

@@ -100,12 +100,11 @@ def firsts(root: Path, path: str, rounds: int) -> list[float]:
 
 def pages(found: dict[str, dict[str, dict[str, list[float]]]], root: Path, arguments: argparse.Namespace, said: str) -> None:
     """Loads and actions in Chromium."""
-    from playwright.sync_api import sync_playwright
-
     program = chromium()
     if program is None:
-        out("the page was not measured: there is no chromium on the PATH")
         return
+    from playwright.sync_api import sync_playwright
+
     with sync_playwright() as playwright, served(root) as base, ExitStack() as stack:
         browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
         if "loads" in arguments.parts:
@@ -199,8 +198,8 @@ def actions(page: Page, number: int) -> dict[str, tuple[Callable[[], object], st
         "filter branches": (lambda: search(f"metrics.loss < 0.{3 + number % 6}"), "q=metrics.loss"),
         "group by a setting": (lambda: page.get_by_label("grouped by").select_option("config.optimizer"), "group="),
         "history of a branch": (lambda: page.locator(f"{ROWS} .enter").nth(number % 20).click(), "/graph?"),
-        "open a state": (lambda: page.locator("[role=row][id^=state-]").nth(2).click(), ""),
-        "its detail": (lambda: page.keyboard.press("Enter"), "/states/"),
+        "open a state": (lambda: page.locator("[role=row][id^=state-]").nth(2).click(), "/states/"),
+        "the one above": (lambda: page.keyboard.press("ArrowUp"), "/states/"),
         "close it": (lambda: page.keyboard.press("Escape"), ""),
         "curves": (lambda: page.keyboard.press("c"), "/series"),
         "every state": (scene("States"), "/graph?"),

@@ -34,15 +34,11 @@ UNDER = """([x, y]) => [...document.elementsFromPoint(x, y)].map((each) => each.
 
 def pages(ours: str, states: int, mlflow: str | None, *, rounds: int) -> dict[str, dict[str, list[float]]]:
     """Prints and gives what was measured of our page, and of MLflow's where it runs; each load has a browser profile of its own."""
-    try:
-        from playwright.sync_api import sync_playwright
-    except ImportError:
-        out("the page was not measured: pip install playwright")
-        return {}
     program = chromium()
     if program is None:
-        out("the page was not measured: there is no chromium on the PATH")
         return {}
+    from playwright.sync_api import sync_playwright
+
     asked = {f"datastates, {states:,} states": (ours, OURS)}
     if mlflow:
         asked[f"MLflow, {RUNS:,} runs"] = (f"{mlflow}/#/experiments/1/runs", THEIRS)

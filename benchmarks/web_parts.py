@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import multiprocessing
 import os
@@ -21,6 +22,8 @@ from pathlib import Path
 
 from common import out
 from many_states import make
+
+from datastates.api.page import STATIC
 
 __all__ = ["await_server", "bare", "capturing", "chromium", "copied", "repository", "served", "uids"]
 
@@ -54,8 +57,18 @@ def repository(folder: Path, count: int) -> Path:
 
 
 def chromium() -> str | None:
-    """Where the browser lies."""
-    return next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "chromium-headless-shell"))), None)
+    """Where the browser lies; None, and printed why, where the page cannot be measured."""
+    program = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "chromium-headless-shell"))), None)
+    if importlib.util.find_spec("playwright") is None:
+        why = "pip install playwright"
+    elif program is None:
+        why = "there is no chromium on the PATH"
+    elif not (STATIC / "index.html").exists():
+        why = "it is not built: make ui"
+    else:
+        return program
+    out(f"the page was not measured: {why}")
+    return None
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from datastates.api.routing import Routes, Scope
 from datastates.api.served import Chosen
 from datastates.lineage.show import overview
 from datastates.lineage.show.goals import Direction
+from datastates.lineage.show.places import COUNTED, sort_of
 from datastates.opening.life import life_of
 
 __all__ = ["routes"]
@@ -42,6 +43,17 @@ def list_branches(
     living = partial(life_of, home=served.core.home)
     with served.reading() as session:
         found = overview.branches(
-            session, q, name=name, metric=metric, direction=direction, sort=sort, group=group, after=after, limit=limit, living=living
+            session,
+            q,
+            name=name,
+            metric=metric,
+            direction=direction,
+            sort=sort,
+            group=group,
+            after=after,
+            limit=limit,
+            living=living,
+            drawn=served.lines,
+            counts=served.branch_counts.of(session) if sort_of(sort)[0] in COUNTED else None,
         )
     return reply(found, request=request, fields=fields, etag=True)

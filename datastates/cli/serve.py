@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 import sys
 import threading
@@ -147,6 +148,7 @@ def serve(
         for url in web_urls:
             made, token = serve_web(repositories, url, web)
             stack.callback(made.close)
+            gc.freeze()  # a full collection looks at everything that was imported: requests would wait for 0.2 s, again and again
             announce_web(shell, repositories, made, token, _dialled)
         servers: list[tuple[Repository, Server]] = []
         for url in clone_urls:

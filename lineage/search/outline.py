@@ -86,14 +86,14 @@ def means(session: Session, head: int, key: str) -> Means:
     return Means(array("q", ids), array("d", [found[id_][0] for id_ in ids]), array("q", [found[id_][1] for id_ in ids]), count)
 
 
-def own_points(session: Session, head: int, segment: int, key: str, states: int) -> list[Row]:
-    """Points of the part of a path that lies in the segment of its head, which has ``states`` states.
+def own_points(session: Session, head: int, generation: int, segment: int, key: str, states: int) -> list[Row]:
+    """Points of the part of a path that lies in the segment of its head, which has ``states`` states; ``generation`` is the head's.
 
     If there are many states, all those outside complete stretches count as one more stretch, so that the points are spread evenly.
     """
     if states <= _EXACT:
         return _values(session, head, segment, 0, key)
-    whole = place_of(generation_of(session, head) + 1)
+    whole = place_of(generation + 1)
     stretches = session.execute(_STRETCHES, {"of": segment, "wanted": key, "upto": whole}).all()
     rest = Tally()
     for id_, value in _values(session, head, segment, whole * STATES, key):

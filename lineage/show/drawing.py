@@ -203,22 +203,20 @@ def _draw_all(
     front = _front((), wanted, trunk)
     kept: dict[int, _Kept] = {}
     while end:
-        lines = _lines(front)
-        sources = array("q", [front.sources.get(lane, 0) if id_ else 0 for lane, id_ in enumerate(lines)])
         if old is not None and end in old.kept and end < len(old.order):
             there = old.kept[end]
-            if there.awaited == lines and there.sources == sources and (old.trunk is None or old.order[end] <= old.trunk):
+            is_same = there.awaited == _lines(front) and there.sources == _sources(front)
+            if is_same and (old.trunk is None or old.order[end] <= old.trunk):
                 break
         if budget_rows is not None and len(order) - end > budget_rows:
             return None
         begin = (end - 1) // STRIDE * STRIDE
-        front.width = len(front.awaited)
-        _skip(front, topology, order, end, begin)
-        if end == len(order) or _is_kept(end, len(lines)):
+        open_ = front.width = len(front.awaited)
+        if end == len(order) or _is_kept(end, open_):
             place = end
-            kept[place] = _Kept(lines, sources, front.width)
-        else:
-            kept[place] = replace(kept[place], width=max(kept[place].width, front.width))
+            kept[place] = _Kept(_lines(front), _sources(front), open_)
+        _skip(front, topology, order, end, begin)
+        kept[place] = replace(kept[place], width=max(kept[place].width, front.width))
         end = begin
         pause()
     tips = dict(front.begun)
@@ -257,6 +255,10 @@ def _front(awaited: Iterable[int], preferred: Mapping[int, int], trunk: int | No
 
 def _lines(front: Front[int]) -> array[int]:
     return array("q", [id_ or 0 for id_ in front.awaited])
+
+
+def _sources(front: Front[int]) -> array[int]:
+    return array("q", [front.sources.get(lane, 0) if id_ else 0 for lane, id_ in enumerate(front.awaited)])
 
 
 def _skip(front: Front[int], topology: Ancestry, order: array[int], end: int, begin: int) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from sqlalchemy import bindparam, func, select
+from sqlalchemy import BigInteger, Select, bindparam, func, select
 
 from datastates.lineage.batches import batches
 from datastates.lineage.schema import RefEventRow, RefRow, StateRow, table
@@ -29,6 +29,9 @@ _STAMP = select(
 _REFS = select(_ref.c.name, _ref.c.kind, _ref.c.version, _ref.c.message, _ref.c.state_id, _state.c.uid).join_from(
     _ref, _state, _state.c.id == _ref.c.state_id
 )
+_SOME_REFS = _REFS.where(_ref.c.name.in_(bindparam("names", expanding=True)))
+_FEW = 100
+_CHANGED = select(_event.c.name).distinct().where(_event.c.id > bindparam("last", type_=BigInteger)).limit(_FEW + 1)
 _BIRTHS = select(_event.c.name, func.min(_event.c.id)).where(_event.c.name.in_(bindparam("names", expanding=True))).group_by(_event.c.name)
 
 
@@ -53,21 +56,41 @@ def names(session: Session, old: Names | None = None) -> Names:
     stamp = tuple(int(number) for number in session.execute(_STAMP).one())
     if old is not None and old.stamp == stamp:
         return old
-    at: dict[int, list[Ref]] = {}
-    states: dict[str, int] = {}
-    for row in session.execute(_REFS):
-        ref = Ref(row.name, RefKind(row.kind), row.uid, row.version, row.message)
-        at.setdefault(int(row.state_id), []).append(ref)
-        if ref.kind is RefKind.BRANCH:
-            states[ref.name] = int(row.state_id)
+    found = None if old is None else _moved(session, old, stamp)
+    if found is None:
+        found = _read(session, _REFS, {})
+    states = {name: id_ for name, (id_, ref) in found.items() if ref.kind is RefKind.BRANCH}
     births = _births(session, states, {} if old is None else old.births)
     branches = sorted(states, key=lambda name: (TRUNKS.index(name) if name in TRUNKS else len(TRUNKS), births.get(name, 0), name))
     ranks: dict[int, int] = {}
     for rank, name in enumerate(branches):
         ranks.setdefault(states[name], rank)
     trunk = states[branches[0]] if branches and branches[0] in TRUNKS else None
-    ordered = {id_: tuple(sorted(refs, key=lambda ref: ref.name)) for id_, refs in at.items()}
-    return Names(stamp, ordered, tuple(branches), ranks, trunk, births)
+    at: dict[int, list[Ref]] = {}
+    for _, (id_, ref) in sorted(found.items()):
+        at.setdefault(id_, []).append(ref)
+    return Names(stamp, {id_: tuple(refs) for id_, refs in at.items()}, tuple(branches), ranks, trunk, births)
+
+
+_Found = dict[str, tuple[int, Ref]]
+"""Refs, with the row ids of their states, by name."""
+
+
+def _moved(session: Session, old: Names, stamp: tuple[int, ...]) -> _Found | None:
+    """``old`` with the names of later events read again; None if that does not make what ``stamp`` says, as when an event was late."""
+    changed = session.execute(_CHANGED, {"last": old.stamp[0]}).scalars().all()
+    if len(changed) > _FEW:
+        return None
+    found = {ref.name: (id_, ref) for id_, refs in old.at.items() for ref in refs}
+    for name in changed:
+        found.pop(name, None)
+    found.update(_read(session, _SOME_REFS, {"names": changed}))
+    return found if stamp[1:] == (len(found), sum(ref.version for _, ref in found.values())) else None
+
+
+def _read(session: Session, statement: Select[Any], values: Mapping[str, object]) -> _Found:
+    rows = session.execute(statement, values)
+    return {row.name: (int(row.state_id), Ref(row.name, RefKind(row.kind), row.uid, row.version, row.message)) for row in rows}
 
 
 def _births(session: Session, wanted: Mapping[str, int], known: Mapping[str, int]) -> dict[str, int]:

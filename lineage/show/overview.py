@@ -25,15 +25,14 @@ from datastates.lineage.schema import MetricRow, RefRow, RunRow, SegmentRow, Sta
 from datastates.lineage.search.conditions import Scope, condition
 from datastates.lineage.search.query import parse_query
 from datastates.lineage.states import RefKind, Run, Status, Value
-from datastates.lineage.tally import WHOLE
 
 from .branches import Branch, Branches, Group, Life, Living, Origin, Point, Setting
 from .goals import Direction, direction_of
 from .grouping import attributes_of, configs_of, groups_of
 from .places import COUNTED, SORTS, Cursors, Order, Sort, place_of_group, sort_of
 from .relevance import by_relevance
-from .rows import Row, count_states, rows_of
-from .sparkline import lines_of
+from .rows import Counts, Row, count_states, metrics_of, rows_of
+from .sparkline import Lines, lines_of
 
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
@@ -60,10 +59,24 @@ class Choice(TypedDict, total=False):
     limit: int | None
     living: Living | None
     now: datetime | None
+    counts: Counts | None
+    drawn: Lines | None
 
 
 @values.unpacks(
-    Choice, name="", names=None, metric=None, direction=None, sort="changed", group=None, after=None, limit=None, living=None, now=None
+    Choice,
+    name="",
+    names=None,
+    metric=None,
+    direction=None,
+    sort="changed",
+    group=None,
+    after=None,
+    limit=None,
+    living=None,
+    now=None,
+    counts=None,
+    drawn=None,
 )
 def branches(session: Session, query: str = "", **choice: Unpack[Choice]) -> Branches:
     """The branches that match the request.
@@ -78,6 +91,8 @@ def branches(session: Session, query: str = "", **choice: Unpack[Choice]) -> Bra
     :param after: ``next`` of the page before, with all else unchanged.
     :param limit: the most branches to return; None: all.
     :param living: tells whether the process of a run that did not finish is alive.
+    :param counts: what ``counts_of`` gave some time ago: branches are sorted by it. What is returned of each is always counted anew.
+    :param drawn: the lines of earlier answers, which grow by those of this one.
     :raises SyntaxProblem: the query does not parse; the error points at the column.
     :raises InvalidInput: one of these values is not valid.
     """
@@ -85,7 +100,7 @@ def branches(session: Session, query: str = "", **choice: Unpack[Choice]) -> Bra
     sort, turned = sort_of(choice["sort"])
     if limit is not None and limit < 1:
         raise InvalidInput(f"limit is {limit}: a page has at least one branch")
-    keys = _metrics(session)
+    keys = by_relevance(metrics_of(session))
     metric = choice["metric"] if choice["metric"] is not None else next(iter(keys), None)
     direction = choice["direction"] or (Direction.MIN if metric is None else direction_of(metric))
     rows = rows_of(session, metric, direction)
@@ -95,7 +110,7 @@ def branches(session: Session, query: str = "", **choice: Unpack[Choice]) -> Bra
         wanted = heads_where(session, query, choice["now"])
         rows = [row for row in rows if row.head_id in wanted]
     if sort in COUNTED:
-        count_states(session, rows)
+        count_states(session, rows, choice["counts"])
     if group is not None:
         _group(session, rows, group)
     order = Order.of(sort, direction, turned=turned)
@@ -106,7 +121,7 @@ def branches(session: Session, query: str = "", **choice: Unpack[Choice]) -> Bra
         placed = [pair for pair in placed if pair[0] > last]
     shown = [row for _, row in placed[:limit]]
     return Branches(
-        items=_Page(session, shown, metric, direction, choice["living"]).branches(),
+        items=_Page(session, shown, metric, direction, choice["living"], choice["drawn"]).branches(),
         next=cursors.write(placed[limit - 1][0]) if limit is not None and len(placed) > limit else None,
         total=total,
         matching=len(rows),
@@ -118,11 +133,6 @@ def branches(session: Session, query: str = "", **choice: Unpack[Choice]) -> Bra
 
 
 # What is known of all branches
-
-
-def _metrics(session: Session) -> list[str]:
-    """The metrics of all branches, by relevance."""
-    return by_relevance(session.execute(_METRICS).scalars())
 
 
 def heads_where(session: Session, query: str, now: datetime | None = None) -> set[int]:
@@ -170,6 +180,7 @@ class _Page:
     metric: str | None
     direction: Direction
     living: Living | None
+    drawn: Lines | None = None
     points: dict[int, Any] = field(default_factory=dict)
 
     def branches(self) -> tuple[Branch, ...]:
@@ -182,12 +193,12 @@ class _Page:
         known = _runs(session, run_ids)
         configs = configs_of(session, list(run_ids))
         studies, variants = (attributes_of(session, [row.head_id for row in rows], key) for key in ("study", "variant"))
-        lines = lines_of(session, [(row.head_id, row.segment_id, row.states) for row in rows], self.metric, POINTS)
+        lines = lines_of(session, rows, self.metric, POINTS, self.drawn)
         rates = _rates(session, rows)
         done = set(session.execute(_FINISHED).all())
         died = runs.died(session, {run.process for run in known.values() if run.process is not None})
         made = []
-        for row in rows:
+        for row, line in zip(rows, lines, strict=True):
             run = known.get(row.run_id or 0)
             tally, restorable = row.tally, best.get(row.name)
             is_done = (_DONE + row.name, row.head_id) in done
@@ -206,7 +217,7 @@ class _Page:
                     last=None if tally is None else self._point(tally.last_id, tally.last),
                     best=self._point(row.best_id, row.best) if row.best_id else None,
                     best_restorable=None if restorable is None else self._point(*restorable),
-                    line=lines[row.head_id, row.segment_id],
+                    line=line,
                     config=_differences(configs, row),
                     run=None if run is None else run.uid,
                     host=None if run is None else run.host,
@@ -323,8 +334,6 @@ _metric = table(MetricRow)
 _ids = bindparam("ids", type_=BigInteger, expanding=True)
 _is_branch = _ref.c.kind == RefKind.BRANCH.value
 _HEADS = select(_ref.c.state_id).where(_is_branch)
-_own = (_segment.c.id == _stretch.c.segment_id) & _segment.c.branch.is_not(None)
-_METRICS = select(_stretch.c.key).distinct().join_from(_segment, _stretch, _own).where(_stretch.c.place == WHOLE)
 _SOME = select(_state.c.id, _state.c.uid, _state.c.step, _state.c.status).where(_state.c.id.in_(_ids))
 _FINISHED = select(_ref.c.name, _ref.c.state_id).where(_ref.c.kind == RefKind.TAG.value, _ref.c.name.like(_DONE + "%"))
 

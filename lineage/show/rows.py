@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import BigInteger, bindparam, func, select
 
 from datastates.lineage.batches import batches
-from datastates.lineage.schema import RefRow, SegmentRow, StateRow, StretchRow, table
+from datastates.lineage.schema import MetricRow, RefRow, SegmentRow, StateRow, StretchRow, table
 from datastates.lineage.states import RefKind, Status, Value
 from datastates.lineage.tally import WHOLE
 
 from .goals import Direction
+from .keys import keys_of
 
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
 
-__all__ = ["Row", "count_states", "rows_of"]
+__all__ = ["Counts", "Row", "count_states", "counts_of", "metrics_of", "rows_of"]
 
 _BATCH = 500
 _GONE = [status.value for status in Status if not status.is_restorable]
 _SAFE = [Status.DURABLE.value, Status.REPLICATED.value, Status.EXTERNAL.value]
+
+
+Counts = Mapping[int, tuple[int, int, int]]
+"""How many states of a segment can be restored and how many are durable, and the bytes of all, by the segment's row id."""
 
 
 @dataclass(slots=True)
@@ -71,6 +76,11 @@ class Row:
         return 0 if self.began_us is None else max(0, self.changed_us - self.began_us)
 
 
+def metrics_of(session: Session) -> list[str]:
+    """The metrics that branches have, in no order."""
+    return list(session.execute(_METRICS).scalars())
+
+
 def rows_of(session: Session, metric: str | None, direction: Direction) -> list[Row]:
     """Every branch, with the summary of a metric."""
     rows = [Row(*row) for row in session.execute(_ALL)]
@@ -85,22 +95,36 @@ def rows_of(session: Session, metric: str | None, direction: Direction) -> list[
     return rows
 
 
-def count_states(session: Session, rows: Sequence[Row]) -> None:
-    """Count the states of each status, and the bytes, that these branches have to themselves; many are read along the index at once."""
-    ids = [row.segment_id for row in rows if row.segment_id is not None]
-    found: dict[int, list[int]] = {}
-    counts = [session.execute(_COUNTS_OF, {"ids": some}) for some in batches(ids, _BATCH)]
-    for each in counts:
-        for segment_id, status, count, size in each:
-            numbers = found.setdefault(segment_id, [0, 0, 0])
-            numbers[0] += 0 if status in _GONE else count
-            numbers[1] += count if status in _SAFE else 0
-            numbers[2] += int(size or 0)
+def count_states(session: Session, rows: Sequence[Row], known: Counts | None = None) -> None:
+    """Count the states that these branches have to themselves, and their bytes; those of which the counts are ``known`` are not counted."""
+    known = known or {}
+    ids = [row.segment_id for row in rows if row.segment_id is not None and row.segment_id not in known]
+    found = _counted(session, ids)
     for row in rows:
-        row.restorable, row.durable, row.bytes = found.get(row.segment_id or 0, (0, 0, 0))
+        segment = row.segment_id or 0
+        row.restorable, row.durable, row.bytes = known.get(segment) or found.get(segment, (0, 0, 0))
 
 
-_state, _ref, _segment, _stretch = (table(row) for row in (StateRow, RefRow, SegmentRow, StretchRow))
+def counts_of(session: Session) -> Counts:
+    """The counts of every branch."""
+    return _counted(session, session.execute(_BRANCHES).scalars().all())
+
+
+def _counted(session: Session, ids: Sequence[int]) -> Counts:
+    """The counts of some segments; many are read along the index at once."""
+    found = dict.fromkeys(ids, (0, 0, 0))
+    for some in batches(ids, _BATCH):
+        for segment_id, status, count, size in session.execute(_COUNTS_OF, {"ids": some}):
+            restorable, durable, total = found[segment_id]
+            found[segment_id] = (
+                restorable + (0 if status in _GONE else count),
+                durable + (count if status in _SAFE else 0),
+                total + int(size or 0),
+            )
+    return found
+
+
+_state, _ref, _segment, _stretch, _metric = (table(row) for row in (StateRow, RefRow, SegmentRow, StretchRow, MetricRow))
 _fork, _first, _parent = _state.alias("fork"), _state.alias("first"), _segment.alias("parent")
 _is_branch = _ref.c.kind == RefKind.BRANCH.value
 _ALL = (
@@ -115,8 +139,19 @@ _ALL = (
     .outerjoin(_first, _first.c.id == _segment.c.first_id)
     .where(_is_branch)
 )
-_own = (_segment.c.id == _stretch.c.segment_id) & _segment.c.branch.is_not(None)
-_TALLIES = select(_stretch).join_from(_segment, _stretch, _own).where(_stretch.c.key == bindparam("of"), _stretch.c.place == WHOLE)
+_BRANCHES = select(_segment.c.id).where(_segment.c.branch.is_not(None))
+# By segments, so that SQLite looks each up: in a join it would read all stretches.
+_TALLIES = select(_stretch).where(_stretch.c.segment_id.in_(_BRANCHES), _stretch.c.key == bindparam("of"), _stretch.c.place == WHOLE)
+
+
+def _metrics() -> Any:
+    """Those metrics of states of which a branch has a stretch."""
+    keys = keys_of(_metric)
+    own = select(_stretch.c.key).where(_stretch.c.segment_id.in_(_BRANCHES), _stretch.c.key == keys.c.key, _stretch.c.place == WHOLE)
+    return select(keys.c.key).where(own.correlate(keys).exists())
+
+
+_METRICS = _metrics()
 _COUNTS_OF = (
     select(_state.c.segment_id, _state.c.status, func.count(), func.sum(_state.c.bytes_new))
     .where(_state.c.segment_id.in_(bindparam("ids", type_=BigInteger, expanding=True)))

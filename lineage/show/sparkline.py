@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import threading
+from collections import OrderedDict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -13,11 +15,12 @@ from datastates.lineage.schema import StateRow, table
 from datastates.lineage.search.outline import own_points
 
 from .branches import Line
+from .rows import Row
 
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
 
-__all__ = ["lines_of", "thinned"]
+__all__ = ["Lines", "lines_of", "thinned"]
 
 _BATCH = 500
 
@@ -25,22 +28,47 @@ _state = table(StateRow)
 _STEPS = select(_state.c.id, _state.c.step).where(_state.c.id.in_(bindparam("ids", type_=BigInteger, expanding=True)))
 
 
-def lines_of(
-    session: Session, branches: Sequence[tuple[int, int | None, int]], metric: str | None, points: int
-) -> dict[tuple[int, int | None], Line]:
-    """The line of each branch, by its head's row id and its segment; ``branches`` has these two and the number of its own states."""
-    found: dict[tuple[int, int | None], list[tuple[int, float]]] = {}
-    for head, segment, states in branches:
-        own = own_points(session, head, segment, metric, states) if metric is not None and segment is not None and states else []
-        found[head, segment] = thinned(own, points)
-    steps: dict[int, int] = {}
-    ids = sorted({id_ for line in found.values() for id_, _ in line})
-    for some in batches(ids, _BATCH):
-        steps.update((row.id, row.step) for row in session.execute(_STEPS, {"ids": some}))
-    return {
-        at: Line(tuple(steps[id_] for id_, _ in line), tuple(None if math.isnan(value) else value for _, value in line))
-        for at, line in found.items()
-    }
+class Lines:
+    """Lines that were drawn, the ``most`` latest: what a state and all before it had as metrics never changes. Any thread may use it."""
+
+    def __init__(self, most: int = 10_000) -> None:
+        self._most, self._lock = most, threading.Lock()
+        self._drawn: OrderedDict[tuple[str, int, str, int], Line] = OrderedDict()
+
+    def get(self, key: tuple[str, int, str, int]) -> Line | None:
+        """The line for a head's uid, a segment, a metric and a number of points."""
+        with self._lock:
+            found = self._drawn.get(key)
+            if found is not None:
+                self._drawn.move_to_end(key)
+            return found
+
+    def put(self, key: tuple[str, int, str, int], line: Line) -> None:
+        """Keep it; the one that was longest unused may go."""
+        with self._lock:
+            self._drawn[key] = line
+            if len(self._drawn) > self._most:
+                self._drawn.popitem(last=False)
+
+
+def lines_of(session: Session, rows: Sequence[Row], metric: str | None, points: int, drawn: Lines | None = None) -> list[Line]:
+    """The line of each branch. Those that were ``drawn`` are not read again."""
+    return [_line(session, row, metric, points, Lines() if drawn is None else drawn) for row in rows]
+
+
+def _line(session: Session, row: Row, metric: str | None, points: int, drawn: Lines) -> Line:
+    if metric is None or row.segment_id is None or not row.states:
+        return Line()
+    key = row.head, row.segment_id, metric, points
+    line = drawn.get(key)
+    if line is None:
+        own = thinned(own_points(session, row.head_id, row.generation, row.segment_id, metric, row.states), points)
+        steps: dict[int, int] = {}
+        for some in batches([id_ for id_, _ in own], _BATCH):
+            steps.update((found.id, found.step) for found in session.execute(_STEPS, {"ids": some}))
+        line = Line(tuple([steps[id_] for id_, _ in own]), tuple([None if math.isnan(value) else value for _, value in own]))
+        drawn.put(key, line)
+    return line
 
 
 def thinned(points: Sequence[tuple[int, float]], most: int) -> list[tuple[int, float]]:

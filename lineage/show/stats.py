@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from sqlalchemy import CTE, ColumnElement, Select, Table, func, select
+from sqlalchemy import ColumnElement, Select, func, select
 
 from datastates.lineage.change.runs import counted
 from datastates.lineage.lookup import states
@@ -13,6 +13,7 @@ from datastates.lineage.schema import AttributeRow, MetricRow, RefRow, RunRow, S
 from datastates.lineage.states import RefKind, State, Status
 
 from .holdings import Held, held
+from .keys import keys_of
 
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
@@ -66,8 +67,8 @@ def count(session: Session) -> Counts:
         tags=refs.get(RefKind.TAG.value, 0),
         runs=session.execute(select(func.count()).select_from(_run).where(counted())).scalar_one(),
         metrics=tuple(sorted((KeyStats(*row) for row in session.execute(_ranges())), key=lambda one: one.key)),
-        attributes=tuple(sorted(key for key in session.execute(select(_keys(_attribute).c.key)).scalars() if key is not None)),
-        config=tuple(sorted(key for key in session.execute(select(_keys(_setting).c.key)).scalars() if key is not None)),
+        attributes=tuple(sorted(key for key in session.execute(select(keys_of(_attribute).c.key)).scalars() if key is not None)),
+        config=tuple(sorted(key for key in session.execute(select(keys_of(_setting).c.key)).scalars() if key is not None)),
         tiers=held(session),
     )
 
@@ -78,18 +79,10 @@ def newest(session: Session) -> State | None:
     return None if found is None else states(session, [found])[0]
 
 
-def _keys(belongs: Table) -> CTE:
-    """The distinct keys, each by a look-up beyond the one before (a loose index scan). The last row is NULL."""
-    key = belongs.c.key
-    walk = select(func.min(key).label("key")).cte("keys", recursive=True)
-    following = select(func.min(key)).where(key > walk.c.key).scalar_subquery()
-    return walk.union_all(select(following).where(walk.c.key.is_not(None)))
-
-
 def _ranges() -> Select[Any]:
     """The range and count of each key, along the index of keys and values: least and most cost a look-up each, the count reads the key's
     part."""
-    keys = _keys(_metric)
+    keys = keys_of(_metric)
 
     def of(number: ColumnElement[Any]) -> ColumnElement[Any]:
         return select(number).where(_metric.c.key == keys.c.key).correlate(keys).scalar_subquery()

@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from datastates import Repository
+from datastates.api import kept
 from tests.api.conftest import BASE, train
 
 if TYPE_CHECKING:
+    import pytest
     from fastapi.testclient import TestClient
 
 
@@ -66,6 +68,23 @@ def test_pages_filters_and_orders(client: TestClient) -> None:
     values = [item["best"]["value"] for item in best["items"] if item["best"]]
     assert values == sorted(values, reverse=True)
     assert best["items"][-1]["best"] is None
+
+
+def test_among_many_states_branches_are_sorted_by_what_was_counted_last(
+    client: TestClient, repo: Repository, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is said of each is counted for each request all the same; and a branch that is new since is counted too."""
+    monkeypatch.setattr(kept, "_AT_ONCE_S", 0.0)
+    assert [item["name"] for item in asked(client, sort="durable")["items"]] == ["main", "fork", "lone", "soup"]
+    train(repo, "lone", 9)
+    train(repo, "new", 12)
+    during = {item["name"]: item["durable"] for item in asked(client, sort="durable")["items"]}
+    assert during == {"new": 12, "main": 8, "fork": 3, "lone": 11, "soup": 1}
+    assert list(during) == ["new", "main", "fork", "lone", "soup"]
+    (served,) = client.app.state.served.values()  # type: ignore[attr-defined]  # the client knows it as any ASGI application
+    served.branch_counts.warm()
+    served.branch_counts._background.join()
+    assert [item["name"] for item in asked(client, sort="durable")["items"]] == ["new", "lone", "main", "fork", "soup"]
 
 
 def test_groups_stand_together(client: TestClient) -> None:

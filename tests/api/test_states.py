@@ -51,7 +51,9 @@ def test_all_that_is_known_of_a_state_is_what_show_says(client: TestClient, repo
         assert detail == shown("--repo", str(repo.location.root), "show", uid)
         assert list(detail) == [field.name for field in dataclasses.fields(StateDetail)]
     warm = get(client, f"/states/{repo.state('warm').uid}")
-    assert warm["children"] == [repo.state("main~4").uid, repo.state("fork~2").uid]
+    on_main, on_fork = repo.state("main~4").uid, repo.state("fork~2").uid
+    assert warm["children"] == [on_main, on_fork]
+    assert warm["origins"] == {warm["uid"]: "main", on_main: "main", on_fork: "fork"}
     assert [ref["name"] for ref in warm["refs"]] == ["warm"]
     assert warm["run_record"]["uid"] == warm["run"]
     assert warm["packs"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from datastates import Repository
-from datastates.api import statistics
+from datastates.api import kept
 from datastates.api.statistics import Statistics
 from tests.api.conftest import BASE, train
 
@@ -29,7 +29,7 @@ def test_the_repository_in_numbers(client: TestClient, repo: Repository) -> None
 
 
 def test_small_repositories_are_counted_each_time(client: TestClient, repo: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(statistics, "_AT_ONCE_S", 60.0)  # on a busy machine too
+    monkeypatch.setattr(kept, "_AT_ONCE_S", 60.0)  # on a busy machine too
     before = client.get(f"{BASE}/stats")
     assert client.get(f"{BASE}/stats", headers={"If-None-Match": before.headers["etag"]}).status_code == 304
     train(repo, "main", 2)
@@ -37,16 +37,20 @@ def test_small_repositories_are_counted_each_time(client: TestClient, repo: Repo
 
 
 def test_large_ones_are_counted_in_the_background(repo: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(statistics, "_AT_ONCE_S", 0.0)
-    monkeypatch.setattr(statistics, "SHARE", 1e9)
-    kept = Statistics(repo.core.reading, lambda: 0)
+    monkeypatch.setattr(kept, "_AT_ONCE_S", 0.0)
+    monkeypatch.setattr(kept, "SHARE", 1e9)
+    numbers = Statistics(repo.core.reading, lambda: 0)
     with repo.core.reading() as session:
-        before = kept.of(session)
+        before = numbers.of(session)
     train(repo, "main", 2)
 
     with repo.core.reading() as session:
-        during = kept.of(session)
+        during = numbers.of(session)
         assert (during.states, during.newest) == (before.states, repo.state("main"))
-        kept._background.join()
-        assert kept.of(session).states == before.states + 2
-    kept.close()
+        numbers._kept._background.join()
+        assert numbers.of(session).states == before.states + 2
+    train(repo, "main", 1)
+    monkeypatch.setattr(kept, "_OLD_S", 0.0)
+    with repo.core.reading() as session:
+        assert numbers.of(session).states == before.states + 3, "nobody asked meanwhile"
+    numbers.close()

@@ -26,7 +26,7 @@ class Lineage:
     """A database, its windows, and branches that grow."""
 
     def __init__(self, database: Database) -> None:
-        self.database, self.windows = database, Windows()
+        self.database, self.windows = database, Windows(database.read)
         self.tips: dict[str, str | None] = {}
 
     def grow(self, branch: str, count: int = 1, *, start: str | None = None, merge: str | None = None) -> str:

@@ -117,7 +117,7 @@ def test_show_tells_all_that_is_known(invoke: Invoke) -> None:
 def test_show_as_json_has_stable_fields(invoke: Invoke) -> None:
     shown = invoke("show", "warm", "--json").json
 
-    assert list(shown) == [*STATE_FIELDS, "refs", "children", "replicas", "packs", "run_record", "notes", "parts"]
+    assert list(shown) == [*STATE_FIELDS, "refs", "children", "origins", "replicas", "packs", "run_record", "notes", "parts"]
     assert shown["children"] == [uid("1", 4), uid("f", 4)]
     assert shown["packs"] == [{"name": "p.safetensors", "bytes": 4096}]
     assert [replica["tier"] for replica in shown["replicas"]] == ["local", "memory"]

@@ -11,11 +11,11 @@ import pytest
 from datastates.errors import InvalidInput, SyntaxProblem
 from datastates.lineage import Database, Run, State, Status
 from datastates.lineage.change import record, refs, runs
-from datastates.lineage.show.branches import Branch, Life, Setting
+from datastates.lineage.show.branches import Branch, Life, Line, Setting
 from datastates.lineage.show.colours import DARK, LIGHT, colour_of, number_of
 from datastates.lineage.show.goals import Direction, direction_of
 from datastates.lineage.show.overview import SORTS, branches
-from datastates.lineage.show.sparkline import thinned
+from datastates.lineage.show.sparkline import Lines, thinned
 from tests.lineage.conftest import Grow, on_one_database
 from tests.lineage.oracle import METRICS, START, Lineage, grow
 from tests.support.effort import seeds
@@ -27,13 +27,24 @@ SAFE = (Status.DURABLE, Status.REPLICATED, Status.EXTERNAL)
 @pytest.mark.parametrize("seed", seeds(15))
 @pytest.mark.parametrize("direction", list(Direction))
 def test_branches_are_told_as_brute_force_tells_them(database: Database, seed: int, direction: Direction) -> None:
-    lineage = grow(database, seed, 60)
-    for metric in METRICS:
+    lineage, drawn = grow(database, seed, 60), Lines(most=10)
+    for metric in (*METRICS, METRICS[0]):
         with database.read() as session:
-            found = branches(session, metric=metric, direction=direction, sort="name")
+            found = branches(session, metric=metric, direction=direction, sort="name", drawn=drawn)
+            assert branches(session, metric=metric, direction=direction, sort="name", drawn=drawn) == found
         assert [branch.name for branch in found] == sorted(lineage.branches)
         for branch in found:
             check(branch, lineage, metric, direction)
+
+
+def test_the_lines_that_were_not_used_for_longest_go_first() -> None:
+    keys = [(name, 1, "loss", 60) for name in "abc"]
+    kept = Lines(most=2)
+    for key in keys[:2]:
+        kept.put(key, Line((1,), (0.5,)))
+    kept.get(keys[0])
+    kept.put(keys[2], Line())
+    assert [kept.get(key) for key in keys] == [Line((1,), (0.5,)), None, Line()]
 
 
 def check(branch: Branch, lineage: Lineage, metric: str, direction: Direction) -> None:
@@ -170,7 +181,8 @@ def test_a_rate_goes_over_the_latest_captures_of_the_newest_run(database: Databa
 @on_one_database
 def test_the_most_relevant_metric_is_chosen(database: Database, grow: Grow) -> None:
     grow(branch="main", metrics={"acc": 0.5, "grad_norm": 1.0, "val_loss": 2.0})
-    grow(branch="other", metrics={"acc": 0.5, "a": 1.0})
+    other = grow(branch="other", metrics={"acc": 0.5, "a": 1.0})
+    grow(other, metrics={"of_no_branch": 1.0})
     with database.read() as session:
         found = branches(session)
     assert (found.metric, found.direction) == ("val_loss", Direction.MIN)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import secrets
+from array import array
 from collections.abc import Callable
 
+import hypothesis.strategies as st
 import pytest
+from hypothesis import given
 from sqlalchemy import insert
 
 from datastates.lineage import Database, Edge, EdgeKind, NewState
@@ -13,14 +16,16 @@ from datastates.lineage.change import record
 from datastates.lineage.lookup import id_of, ids_of, uids_of
 from datastates.lineage.schema import StateRow, table
 from datastates.lineage.search import order, walk
-from datastates.lineage.search.order import Topology, position
+from datastates.lineage.search.order import Topology, position, starts
 from tests.lineage.conftest import Grow
 
 
-@pytest.fixture(autouse=True, params=[0, 1000], ids=["run by run", "state by state"])
+@pytest.fixture(autouse=True, params=[(0, 0), (0, 1000), (1000, 1)], ids=["run by run", "state by state", "few"])
 def _any_length(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What has long runs is looked at as what has none, and the other way round."""
-    monkeypatch.setattr(order, "SHORT", request.param)
+    """What has long runs is looked at as what has none, what is long as what is short, and the other way round."""
+    few, short = request.param
+    monkeypatch.setattr(order, "FEW", few)
+    monkeypatch.setattr(order, "SHORT", short)
 
 
 def history(database: Database, topology: Topology, *heads: str) -> list[str]:
@@ -45,6 +50,20 @@ def test_a_history_is_that_of_a_walk(database: Database, grow: Grow, new_state: 
     assert history(database, topology, soup.uid) == expected
     with database.read() as session:
         assert topology.parents(id_of(session, soup.uid)) == tuple(ids_of(session, [left.uid, right.uid, root.uid]))
+
+
+@given(data=st.data())
+def test_starts_are_found_in_any_ids(data: st.DataObject) -> None:
+    first = array("q", [0])
+    for id_ in range(1, data.draw(st.integers(1, 30), label="states") + 1):
+        first.append(data.draw(st.sampled_from((id_ - 1, id_ - 1, 0, id_ // 2)), label="parent"))
+    ids = range(1, len(first))
+    some = array("q", sorted(data.draw(st.sets(st.sampled_from(ids)), label="some")))
+    begin = data.draw(st.sampled_from(ids), label="begin")
+    for chosen in (some, ids[begin - 1 :], array("q", ids[:begin])):
+        expected = [place for place, id_ in enumerate(chosen) if not place or first[id_] != chosen[place - 1]]
+        assert starts(first, chosen) == expected
+        assert starts(dict(enumerate(first)), chosen) == expected
 
 
 def test_what_is_recorded_later_is_read_then(database: Database, grow: Grow) -> None:

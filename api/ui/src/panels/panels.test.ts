@@ -25,8 +25,8 @@ describe("downloads", () => {
   });
 });
 
-it("asks on which branch children are in the search grammar", () => {
-  expect(question(["aa", "bb"], 'x"y')).toBe('(uid = "aa" or uid = "bb") and branch = "x\\"y"');
+it("asks in the search grammar whether a state is on a branch", () => {
+  expect(question("aa", 'x"y')).toBe('uid = "aa" and branch = "x\\"y"');
 });
 
 it("explains what the server does not know of the page", () => {

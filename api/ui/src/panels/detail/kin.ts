@@ -1,23 +1,20 @@
-/** Finds the branches of the children of a fork. */
+/** Finds the branches that a state is on. */
 import { getStates } from "../../lib/api";
-import type { Ref } from "../../lib/types";
+import type { StateDetail } from "../../lib/types";
 
-const ASKED = 40; // branches; a page that asks for more tells a reader nothing
+const ASKED = 40; // branches; more curves tell a reader nothing
 
-/** For each child, the branches that have it on their path. One request for each branch; a branch that disappears meanwhile is left out. */
-export async function branchesOf(children: readonly string[], refs: readonly Ref[], signal: AbortSignal): Promise<Map<string, string[]>> {
-  const branches = refs.filter((ref) => ref.kind === "branch").slice(0, ASKED);
-  const found = new Map<string, string[]>();
-  const answers = await Promise.all(
-    branches.map((ref) => getStates({ q: question(children, ref.name), fields: "uid", limit: 100 }, signal).catch(() => null)),
-  );
-  answers.forEach((page, index) => {
-    for (const { uid } of page?.items ?? []) found.set(uid, [...(found.get(uid) ?? []), branches[index]!.name]);
-  });
-  return found;
+/**
+ * Those of the branches that have the state on their path. One request for each branch; a branch that disappears meanwhile is left out.
+ * Among many branches it is the one to which the state belongs.
+ */
+export async function branchesWith(state: StateDetail, branches: readonly string[], signal: AbortSignal): Promise<string[]> {
+  const own = state.origins[state.uid];
+  if (branches.length > ASKED) return own !== undefined && branches.includes(own) ? [own] : [];
+  const answers = await Promise.all(branches.map((branch) => getStates({ q: question(state.uid, branch), fields: "uid", limit: 1 }, signal).catch(() => null)));
+  return branches.filter((_, index) => answers[index]?.items.length);
 }
 
-export function question(children: readonly string[], branch: string): string {
-  const uids = children.slice(0, 100).map((uid) => `uid = "${uid}"`);
-  return `(${uids.join(" or ")}) and branch = ${JSON.stringify(branch)}`;
+export function question(uid: string, branch: string): string {
+  return `uid = "${uid}" and branch = ${JSON.stringify(branch)}`;
 }
