@@ -18,7 +18,8 @@ __all__ = ["Kept"]
 Found = TypeVar("Found")
 
 _AT_ONCE_S = 0.05  # what takes no longer is read anew for each request
-_OLD_S = 30.0  # a request waits rather than take what is older: nobody asked meanwhile
+_OLD_S = 30.0  # nobody asked for so long: a request reads it, if that takes at most
+_WAIT_S = 1.0
 
 
 class Kept(Generic[Found]):
@@ -39,7 +40,8 @@ class Kept(Generic[Found]):
     def of(self, session: Session) -> Found:
         """What was last found; the first caller reads it."""
         found, age_s = self._found, time.monotonic() - self._read_at
-        if found is None or age_s > _OLD_S or (self._took_s <= _AT_ONCE_S and age_s >= self._fresh_s):
+        is_old = age_s > _OLD_S and self._took_s <= _WAIT_S
+        if found is None or is_old or (self._took_s <= _AT_ONCE_S and age_s >= self._fresh_s):
             with self._lock:  # callers that arrive meanwhile need not read it again
                 if self._found is found:
                     self._renew(session)

@@ -53,4 +53,8 @@ def test_large_ones_are_counted_in_the_background(repo: Repository, monkeypatch:
     monkeypatch.setattr(kept, "_OLD_S", 0.0)
     with repo.core.reading() as session:
         assert numbers.of(session).states == before.states + 3, "nobody asked meanwhile"
+    train(repo, "main", 1)
+    monkeypatch.setattr(kept, "_WAIT_S", 0.0)
+    with repo.core.reading() as session:
+        assert numbers.of(session).states == before.states + 3, "a request does not wait for what takes long"
     numbers.close()
