@@ -13,7 +13,6 @@ from datastates.api.routing import Routes, Scope
 from datastates.api.served import Chosen
 from datastates.lineage.show import overview
 from datastates.lineage.show.goals import Direction
-from datastates.lineage.show.places import COUNTED, sort_of
 from datastates.opening.life import life_of
 
 __all__ = ["routes"]
@@ -54,6 +53,6 @@ def list_branches(
             limit=limit,
             living=living,
             drawn=served.lines,
-            counts=served.branch_counts.of(session) if sort_of(sort)[0] in COUNTED else None,
+            counts=served.branch_counts.of,
         )
     return reply(found, request=request, fields=fields, etag=True)

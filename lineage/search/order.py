@@ -98,9 +98,9 @@ class Topology:
 
     def history(self, heads: Iterable[int], *, pause: Callable[[], None] = lambda: None) -> array[int]:
         """The ids of ``heads`` and all their ancestors, rising. ``pause`` is called from time to time."""
-        some = self._few(heads := tuple(heads))
-        if some is not None:
-            return array("q", sorted(some))
+        few = self.since(array("q"), heads := tuple(heads), most=FEW)
+        if few is not None:
+            return few
         seen = bytearray(len(self.first))
         breaks = starts(self.first, range(1, len(seen)))
         if len(breaks) * SHORT < len(seen):
@@ -109,8 +109,9 @@ class Topology:
             self._see(seen, heads, pause)
         return array("q", compress(range(len(seen)), seen))
 
-    def since(self, order: array[int], heads: Iterable[int]) -> array[int] | None:
-        """The ids, rising, that ``heads`` and their ancestors add to ``order``; None unless all of them are above its last."""
+    def since(self, order: array[int], heads: Iterable[int], *, most: int | None = None) -> array[int] | None:
+        """The ids, rising, that ``heads`` and their ancestors add to ``order``; None unless all of them are above its last, and there are
+        at most ``most``."""
         last = order[-1] if order else 0
         found: set[int] = set()
         open_ = list(heads)
@@ -120,25 +121,11 @@ class Topology:
                 if position(order, id_) is None:
                     return None
             elif id_ not in found:
+                if len(found) == most:
+                    return None
                 found.add(id_)
                 open_.extend(self.parents(id_))
         return array("q", sorted(found))
-
-    def _few(self, heads: Iterable[int]) -> set[int] | None:
-        """The ids of ``heads`` and all their ancestors; None if they are more than ``FEW``."""
-        first, further = self.first, self.further
-        found: set[int] = set()
-        open_ = list(heads)
-        while open_:
-            id_ = open_.pop()
-            while id_ > 0 and id_ not in found:
-                if len(found) == FEW:
-                    return None
-                found.add(id_)
-                if id_ in further:
-                    open_.extend(further[id_])
-                id_ = first[id_]
-        return found
 
     def _see(self, seen: bytearray, heads: Iterable[int], pause: Callable[[], None]) -> None:
         """Mark ``heads`` and all their ancestors, one by one."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from operator import itemgetter
@@ -59,7 +59,7 @@ class Choice(TypedDict, total=False):
     limit: int | None
     living: Living | None
     now: datetime | None
-    counts: Counts | None
+    counts: Callable[[Session], Counts] | None
     drawn: Lines | None
 
 
@@ -91,7 +91,7 @@ def branches(session: Session, query: str = "", **choice: Unpack[Choice]) -> Bra
     :param after: ``next`` of the page before, with all else unchanged.
     :param limit: the most branches to return; None: all.
     :param living: tells whether the process of a run that did not finish is alive.
-    :param counts: what ``counts_of`` gave some time ago: branches are sorted by it. What is returned of each is always counted anew.
+    :param counts: gives what ``counts_of`` found some time ago: branches are sorted by it. What is returned of each is counted anew.
     :param drawn: the lines of earlier answers, which grow by those of this one.
     :raises SyntaxProblem: the query does not parse; the error points at the column.
     :raises InvalidInput: one of these values is not valid.
@@ -110,7 +110,7 @@ def branches(session: Session, query: str = "", **choice: Unpack[Choice]) -> Bra
         wanted = heads_where(session, query, choice["now"])
         rows = [row for row in rows if row.head_id in wanted]
     if sort in COUNTED:
-        count_states(session, rows, choice["counts"])
+        count_states(session, rows, choice["counts"](session) if choice["counts"] else None)
     if group is not None:
         _group(session, rows, group)
     order = Order.of(sort, direction, turned=turned)
