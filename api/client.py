@@ -23,7 +23,7 @@ from datastates.system.secret_file import is_sendable
 
 from .answers import checked, disconnected, parsed
 from .downloads import download
-from .etags import etag_of_ref
+from .etags import etag_of_note, etag_of_ref
 from .following import RefEvents
 from .models import (
     Branches,
@@ -238,12 +238,18 @@ class Client:
         return self._change("POST", "/notes", Note, body)
 
     def edit_note(self, note: Note, text: str) -> Note:
-        """Change the text of a note."""
-        return self._change("PATCH", f"/notes/{note.uid}", Note, {"text": text})
+        """Change the text of a note, provided that the note has not changed since it was read.
+
+        :raises Conflict: the note has changed.
+        """
+        return self._change("PATCH", f"/notes/{note.uid}", Note, {"text": text}, {"If-Match": etag_of_note(note)})
 
     def delete_note(self, note: Note) -> None:
-        """Delete a note for good."""
-        self._send("DELETE", self._at(f"/notes/{note.uid}"))
+        """Delete a note, provided that the note has not changed since it was read.
+
+        :raises Conflict: the note has changed.
+        """
+        self._send("DELETE", self._at(f"/notes/{note.uid}"), headers={"If-Match": etag_of_note(note)})
 
     # --- the whole repository ------------------------------------------------------------------------------------------------
 

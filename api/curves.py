@@ -1,4 +1,5 @@
-"""Curves of a repository, cached: metrics never change, so a branch that grew is read only from where it stood before."""
+"""Curves of a repository, cached: a branch that grew is read only from where it was before. Metrics that are added to states that
+were captured before make a new version of all curves."""
 
 from __future__ import annotations
 
@@ -13,9 +14,10 @@ import numpy as np
 import numpy.typing as npt
 
 from datastates.lineage.lookup import states, uids_of
+from datastates.lineage.search.amended import metrics_version
 from datastates.lineage.search.axis import Axis, along, began
 from datastates.lineage.search.outline import Means, Outline, generation_of, means, names_of, outline
-from datastates.lineage.search.series import Curve, curve, partings
+from datastates.lineage.search.series import Curve, curve, lost_parts, partings
 from datastates.lineage.search.walk import first_meeting
 from datastates.lineage.states import Value
 
@@ -31,6 +33,9 @@ _POINTS = 2_000_000  # kept in memory, 24 bytes each
 _TRIED = 4  # how many kept curves are tried for a path shared with the wanted one
 _LONG = 4096  # a path of at least so many states is drawn from its summaries
 _OUTLINES = 256  # kept in memory, about 100 kB each for 100,000 states
+
+
+_Key = tuple[int, str]  # the version of all curves, and the metric
 
 
 class Shape(StrEnum):
@@ -57,8 +62,8 @@ class Curves:
     """The curves that were read of one repository. Safe from any thread."""
 
     def __init__(self) -> None:
-        self._kept: OrderedDict[tuple[str, int], Curve] = OrderedDict()
-        self._outlines: OrderedDict[tuple[str, int, Shape], Outline | Means] = OrderedDict()
+        self._kept: OrderedDict[tuple[_Key, int], Curve] = OrderedDict()
+        self._outlines: OrderedDict[tuple[_Key, int, Shape], Outline | Means] = OrderedDict()
         self._lock = threading.Lock()
 
     def series(
@@ -84,17 +89,25 @@ class Curves:
         :param shape: what is kept of lines with more points.
         :param groups: the group of each state, by row id.
         """
-        uids = dict(zip(ids, uids_of(session, ids), strict=True))
-        lines = []
+        uids, version = dict(zip(ids, uids_of(session, ids), strict=True)), metrics_version(session)
+        lost = lost_parts(session, dict(zip(heads, ids, strict=True)))
+        lines, gone = list[SeriesLine](), list[SeriesLine]()
         for head, id_ in zip(heads, ids, strict=True):
             is_long = generation_of(session, id_) >= _LONG
             since = began(session, id_) if axis is Axis.TIME else None
             for key in keys:
-                kept = self._long(session, id_, key, points, shape) if is_long else self._short(session, id_, key, points, shape)
+                versioned = (version, key)
+                if is_long:
+                    kept = self._long(session, id_, versioned, points, shape)
+                else:
+                    kept = _short(self._of(session, id_, versioned), points, shape)
                 lines.append(_line(session, head, uids[id_], key, kept, axis, since, (groups or {}).get(id_)))
-        return Series(tuple(lines), tuple(_forks(session, heads, ids)))
+                for part in lost.get(head, ()):  # from where it leaves the branch
+                    kept = _short(curve(session, part.id, key, above=(part.after or 1) - 1), points, shape)
+                    gone.append(_line(session, head, part.uid, key, kept, axis, since, (groups or {}).get(id_)))
+        return Series(tuple(lines), tuple(_forks(session, heads, ids)), tuple(gone))
 
-    def _long(self, session: Session, head: int, key: str, points: int, shape: Shape) -> _Kept:
+    def _long(self, session: Session, head: int, key: _Key, points: int, shape: Shape) -> _Kept:
         found = self._outline_of(session, head, key, shape)
         if isinstance(found, Means):
             ends, values = pool(found.sums, found.counts, points)
@@ -102,28 +115,17 @@ class Curves:
         kept = thin(found.values, points)
         return _Kept(np.asarray(found.ids)[kept].tolist(), np.asarray(found.values)[kept], found.count)
 
-    def _short(self, session: Session, head: int, key: str, points: int, shape: Shape) -> _Kept:
-        found = self._of(session, head, key)
-        ids, steps, values = np.asarray(found.ids), np.asarray(found.steps), np.asarray(found.values)
-        order = np.argsort(steps, kind="stable")  # steps fall after a guard's rewind, or when a user restarts the count
-        if shape is Shape.MEANS and len(order) > points:
-            is_number = np.isfinite(values[order])
-            ends, pooled = pool(np.where(is_number, values[order], 0.0), is_number, points)
-            return _Kept(ids[order[ends]].tolist(), pooled, len(ids), steps[order[ends]])
-        kept = order[thin(values[order], points)]
-        return _Kept(ids[kept].tolist(), values[kept], len(ids), steps[kept])
-
-    def _outline_of(self, session: Session, head: int, key: str, shape: Shape) -> Outline | Means:
+    def _outline_of(self, session: Session, head: int, key: _Key, shape: Shape) -> Outline | Means:
         with self._lock:
             found = self._outlines.pop((key, head, shape), None)
-        made = found or (means if shape is Shape.MEANS else outline)(session, head, key)
+        made = found or (means if shape is Shape.MEANS else outline)(session, head, key[1])
         with self._lock:
             self._outlines[key, head, shape] = made
             while len(self._outlines) > _OUTLINES:
                 self._outlines.popitem(last=False)
         return made
 
-    def _of(self, session: Session, head: int, key: str) -> Curve:
+    def _of(self, session: Session, head: int, key: _Key) -> Curve:
         with self._lock:
             found = self._kept.get((key, head))
             if found is not None:
@@ -137,11 +139,11 @@ class Curves:
                 above, base, passed = met, one, other
             if met == other:
                 break
-        made = curve(session, head, key, base=base, above=above)
+        made = curve(session, head, key[1], base=base, above=above)
         self._keep(key, head, made, passed if passed == above else None)
         return made
 
-    def _keep(self, key: str, head: int, made: Curve, passed: int | None) -> None:
+    def _keep(self, key: _Key, head: int, made: Curve, passed: int | None) -> None:
         """Keep a curve. ``passed`` is a head on the way to this one: its curve is part of this one's and is dropped."""
         with self._lock:
             if passed is not None:
@@ -149,6 +151,17 @@ class Curves:
             self._kept[key, head] = made
             while len(self._kept) > 1 and sum(len(one.ids) for one in self._kept.values()) > _POINTS:
                 self._kept.popitem(last=False)
+
+
+def _short(found: Curve, points: int, shape: Shape) -> _Kept:
+    ids, steps, values = np.asarray(found.ids), np.asarray(found.steps), np.asarray(found.values)
+    order = np.argsort(steps, kind="stable")  # steps fall after a guard's rewind, or when a user restarts the count
+    if shape is Shape.MEANS and len(order) > points:
+        is_number = np.isfinite(values[order])
+        ends, pooled = pool(np.where(is_number, values[order], 0.0), is_number, points)
+        return _Kept(ids[order[ends]].tolist(), pooled, len(ids), steps[order[ends]])
+    kept = order[thin(values[order], points)]
+    return _Kept(ids[kept].tolist(), values[kept], len(ids), steps[kept])
 
 
 def _line(session: Session, head: str, state: str, key: str, kept: _Kept, axis: Axis, since: float | None, group: Value) -> SeriesLine:

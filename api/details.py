@@ -12,6 +12,7 @@ from datastates.lineage.change import runs
 from datastates.lineage.search.holders import replicas_of
 from datastates.lineage.search.incomplete import parts_of
 from datastates.lineage.search.notes import notes
+from datastates.lineage.search.refs import reflog
 from datastates.lineage.show.detail import child_uids, refs_at
 from datastates.lineage.show.origins import branches_of
 from datastates.lineage.states import State
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from sqlalchemy.orm import Session
 
 __all__ = ["detail_of"]
+
+_EVER = 2**62  # the log of most states has no line, which is no error
 
 
 def detail_of(session: Session, uid: str, packs: Sequence[PackInfo] = ()) -> StateDetail:
@@ -40,5 +43,6 @@ def detail_of(session: Session, uid: str, packs: Sequence[PackInfo] = ()) -> Sta
         packs=tuple(StoredPack(pack.name, pack.size) for pack in sorted(packs, key=lambda pack: pack.name)),
         run_record=None if state.run is None else runs.get(session, state.run),
         notes=tuple(notes(session, state=uid)),
+        added=tuple(reflog(session, uid, before=_EVER)),
         parts=tuple(parts_of(session, uid)) if state.world_size > 1 else (),
     )

@@ -113,7 +113,8 @@ class StoredPack:
 class StateDetail(State):
     """Everything that is known of one state. ``children`` are uids, oldest first. ``origins`` has the branches to which it and its children
     belong, by uid: those that captured them. ``run_record`` is the training that captured it. ``notes`` are those on the state, newest
-    first. ``parts`` are those of its ranks; none if one process captured all of it.
+    first. ``parts`` are those of its ranks; none if one process captured all of it. ``added`` is the log of the metrics that were added
+    after the capture, newest first.
     """
 
     refs: tuple[Ref, ...]
@@ -124,6 +125,7 @@ class StateDetail(State):
     run_record: Run | None
     notes: tuple[Note, ...] = ()
     parts: tuple[Part, ...] = ()
+    added: tuple[RefEvent, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -371,10 +373,15 @@ class Fork:
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """Curves of several heads, and where they fork."""
+    """Curves of several heads, and where they fork.
+
+    ``lost`` are the steps that the branches among the heads lost with a process that died: lines of their own, with the same ``head``,
+    each from the state at which the branch went on.
+    """
 
     lines: tuple[SeriesLine, ...]
     forks: tuple[Fork, ...]
+    lost: tuple[SeriesLine, ...] = ()
 
 
 # The whole repository

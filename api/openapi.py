@@ -47,7 +47,7 @@ _PROBLEMS = {
     403: "The token is good for less",
     404: "There is no such thing",
     409: "Somebody else was first, or a name is taken",
-    410: "The bytes are gone; `nearest` names the nearest ancestor that has them",
+    410: "The bytes are gone; `nearest` names the nearest state that has them",
     412: "The ref has another version by now",
     413: "The body is too large",
     414: "The address is too long",

@@ -67,7 +67,7 @@ _UNTOLD = {"corrupt": "stored bytes are damaged: the server's log says which"}
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
     """Why a request failed. ``kind`` is stable. ``column`` (from 1) and ``expected`` point into a text that does not parse. ``nearest`` is
-    the uid of the nearest ancestor that can be restored. ``parameter`` is the one that the request gets wrong."""
+    the uid of the nearest state that can be restored. ``parameter`` is the one that the request gets wrong."""
 
     type: str = "about:blank"
     title: str

@@ -13,6 +13,7 @@ import hashlib
 import hmac
 import ipaddress
 import logging
+import re
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING
@@ -49,6 +50,7 @@ _PAGE_POLICY = (
     "manifest-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 _POLICY = "default-src 'none'; frame-ancestors 'none'"
+_HOST = re.compile(r"(?:\[([0-9a-f:.]+)\]|([^\[\]:@/?#\s]+))(?::\d{1,5})?")
 _HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
@@ -275,9 +277,9 @@ def _dress(headers: MutableHeaders, scope: Request) -> None:
 
 
 def _without_port(host: str) -> str:
-    if host.startswith("["):
-        return host[1:].partition("]")[0]
-    return host.partition(":")[0].rstrip(".")
+    """The name in a Host header; empty if the header is malformed."""
+    found = _HOST.fullmatch(host)
+    return (found[1] or found[2].rstrip(".")) if found else ""
 
 
 def _is_address(name: str) -> bool:

@@ -49,7 +49,7 @@ class Served:
 
     def __init__(self, name: str, core: Core) -> None:
         self.name, self.core = name, core
-        self.live = LiveEvents(core.database.read, name=name)
+        self.live = LiveEvents(core.looking, name=name)
         self.downloads = threading.BoundedSemaphore(DOWNLOADS)
         self.windows = Windows(self.reading_all)
         self.curves = Curves()

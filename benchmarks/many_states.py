@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import random
 import sqlite3
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+import sqlalchemy as sa
 from sqlalchemy import create_engine
 
 from datastates.lineage import Database
-from datastates.lineage.migrations.versions import v0007_segments
 
-__all__ = ["BRANCHES", "FURTHER", "METRICS", "RARE", "RUNS", "fill", "furnish", "make", "make_at"]
+__all__ = ["BRANCHES", "FURTHER", "METRICS", "RARE", "RUNS", "fill", "furnish", "make", "make_at", "summarise"]
 
 BRANCHES = 50
 METRICS = ("loss", "val_loss", "acc", "grad_norm")
@@ -24,6 +27,11 @@ RARE = 10
 RUNS = 200
 FURTHER = tuple(f"layer{number}/grad_norm" for number in range(25))
 EVERY = 50
+COLUMNS = ("count", "gaps", "total", "least", "least_id", "most", "most_id", "first", "first_id", "last", "last_id", "gap_id")
+STATES = 64
+"""How many states a summary covers (``lineage.tally``)."""
+
+BATCH = 500
 
 
 def make(path: Path, count: int, branches: int = BRANCHES, *, is_furnished: bool = False) -> None:
@@ -38,7 +46,7 @@ def make(path: Path, count: int, branches: int = BRANCHES, *, is_furnished: bool
             furnish(connection, count, branches)
     connection.close()
     with database.write() as session:
-        v0007_segments.fill(session.connection())
+        summarise(session.connection())
     database.close()
 
 
@@ -60,7 +68,7 @@ def make_at(url: str, count: int, branches: int = BRANCHES) -> None:
                     copy.write_row(row)
         cursor.execute("select setval(pg_get_serial_sequence('state', 'id'), (select max(id) from state))")
     with database.write() as session:
-        v0007_segments.fill(session.connection())
+        summarise(session.connection())
     with engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
         connection.exec_driver_sql("vacuum analyze")
     engine.dispose()
@@ -119,13 +127,17 @@ def furnish(connection: sqlite3.Connection, count: int, branches: int) -> None:
     connection.commit()
 
 
-def states(count: int, branches: int) -> Iterator[tuple[object, ...]]:
-    """Rows in order of id, with the jump pointers that ``record`` would make: over two equal jumps, else one up."""
-    rng, length = random.Random(0), count // branches
+def states(count: int, branches: int, *, main: int | None = None) -> Iterator[tuple[object, ...]]:
+    """Rows in order of id, with the jump pointers that ``record`` would make: over two equal jumps, else one up.
+
+    ``main`` is how many of the states the first chain has; the other chains are of equal length.
+    """
+    rng, length = random.Random(0), count // branches if main is None else (count - main) // branches
+    main = main or length
     generation, jump = [0] * (count + 1), [0] * (count + 1)
-    for id_ in range(1, length * branches + 1):
-        branch, place = divmod(id_ - 1, length)
-        parent = id_ - 1 if place else (rng.randrange(length // 2, length) if branch else 0)
+    for id_ in range(1, main + length * (branches - 1) + 1):
+        place = id_ - 1 if id_ <= main else (id_ - 1 - main) % length
+        parent = id_ - 1 if place else (rng.randrange(main // 2, main) if id_ > main else 0)
         if parent:
             generation[id_] = generation[parent] + 1
             one = jump[parent] or parent
@@ -145,3 +157,86 @@ def metrics(count: int, branches: int) -> Iterator[tuple[int, str, float]]:
         for key in METRICS:
             yield id_, key, rng.random()
         yield id_, "rare", 0.9 if id_ % every == 0 else 0.1
+
+
+# Segments and summaries, which captures would have kept
+
+
+def summarise(connection: sa.Connection) -> None:
+    """Give each branch the states that no branch made before it has, and summarise them."""
+    branches = sorted(connection.execute(_BRANCHES), key=lambda row: (row.made or math.inf, row.name != "main", row.state_id))
+    for segment, row in enumerate(branches, 1):
+        path = sorted(connection.execute(_FREE, {"head": row.state_id}).all())
+        fork = path[0][1] if path else row.state_id
+        values = {"id": segment, "name": row.name, "fork": fork, "first": path[0][0] if path else None}
+        connection.execute(_MAKE, values)
+        for start in range(0, len(path), BATCH):
+            ids = [id_ for id_, _, _ in path[start : start + BATCH]]
+            connection.execute(_TAKE, {"segment": segment, "ids": ids})
+        for rows in batches(stretches(connection, segment, path)):
+            connection.execute(_INSERT, rows)
+    if connection.dialect.name == "postgresql" and branches:
+        connection.execute(sa.text("SELECT setval(pg_get_serial_sequence('segment', 'id'), :last)"), {"last": len(branches)})
+
+
+def stretches(connection: sa.Connection, segment: int, path: list[Any]) -> Iterator[dict[str, object]]:
+    """A row for each metric and complete stretch, and one for each metric of the whole segment. ``path`` is id, parent and generation."""
+    if not path:
+        return
+    wholes: defaultdict[str, dict[str, Any]] = defaultdict(dict)
+    end = (path[-1][2] + 1) // STATES
+    for place, states in groupby(path, key=lambda state: state[2] // STATES):
+        parts: defaultdict[str, dict[str, Any]] = defaultdict(dict)
+        for id_, key, value in connection.execute(_VALUES, {"ids": [state[0] for state in states]}):
+            add(parts[key], id_, value)
+            add(wholes[key], id_, value)
+        if place < end:
+            yield from ({"segment_id": segment, "key": key, "place": place, **part} for key, part in parts.items())
+    yield from ({"segment_id": segment, "key": key, "place": -1, **whole} for key, whole in wholes.items())
+
+
+def add(found: dict[str, Any], id_: int, value: float | None) -> None:
+    """Add a later state's value. A value that is not finite is a gap."""
+    if not found:
+        found.update(dict.fromkeys(COLUMNS) | {"count": 0, "gaps": 0, "total": 0.0, "first": value, "first_id": id_})
+    found["count"] += 1
+    found["last"], found["last_id"] = value, id_
+    if value is None or not math.isfinite(value):
+        found["gaps"] += 1
+        found["gap_id"] = found["gap_id"] or id_
+        return
+    found["total"] += value
+    if found["least"] is None or value < found["least"]:
+        found["least"], found["least_id"] = value, id_
+    if found["most"] is None or value > found["most"]:
+        found["most"], found["most_id"] = value, id_
+
+
+def batches(rows: Iterable[dict[str, object]]) -> Iterator[list[dict[str, object]]]:
+    batch: list[dict[str, object]] = []
+    for row in rows:
+        batch.append(row)
+        if len(batch) == BATCH:
+            yield batch
+            batch = []
+    if batch:
+        yield batch
+
+
+_BRANCHES = sa.text(
+    "SELECT ref.name, ref.state_id, (SELECT min(id) FROM ref_event WHERE ref_event.name = ref.name) AS made FROM ref WHERE kind = 'branch'"
+)
+# The conditions that end the walk are on the path: for a condition on the joined table SQLite would first read all of that table.
+_FREE = sa.text(
+    "WITH RECURSIVE path (id, parent_id, generation, segment_id) AS ("
+    " SELECT id, parent_id, generation, segment_id FROM state WHERE id = :head"
+    " UNION ALL SELECT state.id, state.parent_id, state.generation, state.segment_id FROM path"
+    " JOIN state ON state.id = path.parent_id WHERE path.segment_id IS NULL"
+    ") SELECT id, parent_id, generation FROM path WHERE segment_id IS NULL"
+)
+_MAKE = sa.text("INSERT INTO segment (id, name, branch, fork_id, first_id) VALUES (:id, :name, :name, :fork, :first)")
+_TAKE = sa.text("UPDATE state SET segment_id = :segment WHERE id IN :ids").bindparams(sa.bindparam("ids", expanding=True))
+_VALUES = sa.text("SELECT state_id, key, value FROM metric WHERE state_id IN :ids ORDER BY state_id").bindparams(
+    sa.bindparam("ids", expanding=True)
+)
+_INSERT = sa.table("stretch", *(sa.column(name) for name in ("segment_id", "key", "place", *COLUMNS))).insert()

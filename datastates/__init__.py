@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from .objects.report import RestoreReport
     from .objects.rng import RngState
     from .objects.sampler import PermutationSampler
+    from .policy.auto import Auto
     from .policy.cadence import Cadence
     from .policy.checkfreq import CheckFreq
     from .policy.contract import CadenceChoice
@@ -70,6 +71,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Ambiguous",
+    "Auto",
     "BackPressure",
     "Cadence",
     "CadenceChoice",
@@ -131,6 +133,7 @@ __all__ = [
 ]
 
 _MODULES = {
+    "Auto": "policy.auto",
     "BackPressure": "config",
     "OnFailure": "config",
     "Cadence": "policy.cadence",

@@ -6,11 +6,12 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from . import values
 from .errors import InvalidInput
-from .policy.cadence import INTERVAL_S, Cadence
+from .policy.auto import Auto
+from .policy.cadence import Cadence
 from .policy.contract import Policy
 from .policy.retention import DEFAULT, Retention, retention_of
 from .policy.text import parse, policy
@@ -90,9 +91,11 @@ class Config:
       next capture, unless a ref names them or they are about to be written.
     - ``device_bytes``: how much memory of each device the copies of the newest states may take there, in bytes or as ``"2G"``. Updates then
       do not wait for a copy to the host, and ``run.guard`` and restores go back without the host. 0 keeps no copies.
-    - ``durable_interval_s``: the newest state is written at most this often; None: never by time. ``durable_every``: every n-th capture
-      is written. ``cadence``: both as one value, or another policy (``datastates.Cadence``, ``CheckFreq``, …, joined by ``|``) or its
-      text; give it instead of the other two.
+    - ``cadence``: which states are written by themselves, as a policy (``datastates.Auto``, ``Cadence``, ``CheckFreq``, …, joined by
+      ``|``) or its text. ``"auto"`` writes every state while that costs little, and else states at even distances.
+    - ``durable_every``: every n-th capture of a tracker is written, so 5 writes captures 5, 10, 15 and so on. ``durable_interval_s``: the
+      newest state is written at most this often; None: nothing is written by itself, or only what ``durable_every`` says. Each of the
+      two turns ``"auto"`` off. Give them, or ``cadence``.
     - ``retention``: which durable states keep their bytes (``datastates.Retention``, or its text).
     - ``back_pressure``: what a capture does when memory is full.
     - ``on_failure``: whether a training goes on (``continue``) when nothing can be written, or gets an error (``raise``).
@@ -113,7 +116,7 @@ class Config:
     """
 
     memory_bytes: int | None = None
-    durable_interval_s: float | None = INTERVAL_S
+    durable_interval_s: float | Literal["auto"] | None = "auto"
     durable_every: int | None = None
     back_pressure: BackPressure = BackPressure.WAIT
     direct_io: bool | None = None
@@ -122,7 +125,7 @@ class Config:
     on_step: Callable[[str], None] | None = None
     modules: Sequence[Module] = ()
     tiers: Sequence[FurtherTier] = ()
-    cadence: Policy | str | None = None
+    cadence: Policy | str = "auto"
     retention: Retention | str = DEFAULT
     on_failure: OnFailure = OnFailure.CONTINUE
     trace: str | os.PathLike[str] | None = None
@@ -138,11 +141,11 @@ class Config:
         rate = self.write_bytes_per_s
         self._set("write_bytes_per_s", None if rate is None else values.size(rate, "write_bytes_per_s", least=1 << 16))
         self._set("group_patience_s", values.seconds(self.group_patience_s, "group_patience_s"))
-        parts = Cadence(self.durable_every, self.durable_interval_s)
+        parts = Cadence(self.durable_every, None if self._is_unset else self.durable_interval_s)  # type: ignore[arg-type]  # a text is refused
         self._set("durable_every", parts.every)
-        self._set("durable_interval_s", parts.interval_s)
-        self._set("cadence", _cadence(self.cadence))
-        if self.cadence is not None and parts != Cadence():
+        self._set("durable_interval_s", "auto" if self._is_unset else parts.interval_s)
+        self._set("cadence", policy(self.cadence))
+        if not (isinstance(self.cadence, Auto) or (self.durable_every is None and self._is_unset)):
             raise InvalidInput(_TWICE)
         self._set("back_pressure", values.choice(self.back_pressure, BackPressure, "back_pressure"))
         self._set("on_failure", values.choice(self.on_failure, OnFailure, "on_failure"))
@@ -160,21 +163,28 @@ class Config:
     def cadence_with(
         self, cadence: Policy | str | None = None, *, durable_every: int | None = None, durable_interval_s: float | None = None
     ) -> Policy:
-        """The cadence of a training that gives these settings; what it leaves out is as configured. A configured policy that is not a
-        ``Cadence`` is joined with them.
+        """The cadence of a training that gives these settings; what it leaves out is as configured. They replace a configured ``Auto``, and
+        are joined with another policy that is not a ``Cadence``.
 
         :raises InvalidInput: the cadence is given twice, or a setting is impossible.
         """
-        whole = _cadence(cadence)
+        whole = None if cadence is None else policy(cadence)
         if whole is not None and (durable_every is not None or durable_interval_s is not None):
             raise InvalidInput(_TWICE)
-        configured = _cadence(self.cadence) or Cadence(self.durable_every, self.durable_interval_s)
+        configured = policy(self.cadence)
+        if self.durable_every is not None or not self._is_unset:
+            configured = Cadence(self.durable_every, None if self._is_unset else self.durable_interval_s)  # type: ignore[arg-type]  # seconds
         if whole is not None or (durable_every is None and durable_interval_s is None):
             return whole or configured
         if not isinstance(configured, Cadence):
-            return configured | Cadence(durable_every, durable_interval_s)
+            parts = Cadence(durable_every, durable_interval_s)
+            return parts if isinstance(configured, Auto) else configured | parts
         every = configured.every if durable_every is None else durable_every
         return replace(configured, every=every, interval_s=configured.interval_s if durable_interval_s is None else durable_interval_s)
+
+    @property
+    def _is_unset(self) -> bool:
+        return isinstance(self.durable_interval_s, str) and str.__str__(self.durable_interval_s) == "auto"
 
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
@@ -203,10 +213,6 @@ class Config:
 
 
 _TWICE = "cadence is given, and durable_every or durable_interval_s, too: say it as one value, or by those"
-
-
-def _cadence(given: object) -> Policy | None:
-    return None if given is None else policy(given)
 
 
 def _listed(tiers: object) -> tuple[FurtherTier, ...]:

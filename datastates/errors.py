@@ -115,7 +115,7 @@ class Conflict(DatastatesError):
 class Corrupt(DatastatesError):
     """Stored bytes fail their digest; the message names the file, the offset and what they belong to.
 
-    ``nearest`` is the uid of the nearest ancestor that verifies, if a state was being restored and there is one.
+    ``nearest`` is the uid of the nearest state that verifies, if a state was being restored and there is one.
     """
 
     kind = "corrupt"
@@ -140,7 +140,8 @@ class Torn(DatastatesError):
 class Unavailable(DatastatesError):
     """A state whose bytes are gone (evicted, lost), or a service that does not answer.
 
-    ``nearest`` is the uid of the nearest ancestor that can be restored, if there is one. With ``is_gone``, waiting does not help.
+    ``nearest`` is the uid of the nearest state of its branch that can be restored, by steps, if there is one. With ``is_gone``, waiting
+    does not help.
     """
 
     kind = "unavailable"

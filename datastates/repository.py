@@ -109,6 +109,12 @@ def _own(given: object, names: set[str]) -> frozenset[str]:
     return own
 
 
+def _source(given: object) -> str | None:
+    if given is not None and given not in ("script", "state"):
+        raise InvalidInput(f"hyperparameters is {values.shown(given)}: choose 'script', 'state' or None")
+    return None if given is None else str(given)
+
+
 def _is_checking(given: object) -> bool:
     if given not in ("start", None):
         raise InvalidInput(f"check is {values.shown(given)}: choose 'start' or None")
@@ -123,7 +129,10 @@ class Repository(Upkeep, Names, History, Algebra):
     @values.takes(
         branch=values.text,
         resume=values.flag,
+        takeover=values.flag,
+        nearest=values.flag,
         gradients=values.flag,
+        frozen=values.flag,
         only=values.patterns,
         strict=values.flag,
         defer=values.flag,
@@ -135,8 +144,12 @@ class Repository(Upkeep, Names, History, Algebra):
         branch: str = "main",
         start: str | State | None = None,
         resume: bool = True,
-        rng: bool = True,
+        takeover: bool = False,
+        nearest: bool = False,
+        hyperparameters: Literal["script", "state"] | None = None,
+        rng: Literal["state", "script", False] = "state",
         gradients: bool = False,
+        frozen: bool = True,
         only: str | Sequence[str] | None = None,
         strict: bool = True,
         durable_every: int | None = None,
@@ -167,14 +180,26 @@ class Repository(Upkeep, Names, History, Algebra):
         :param branch: the branch that captures move forward.
         :param start: the state from which a new branch forks.
         :param resume: False raises Conflict if the branch exists.
-        :param rng: whether the global random number generators are captured.
+        :param takeover: True takes the branch from another living process that tracks it. The branch goes back to the newest state whose
+            bytes are here; the next capture of the other process raises Conflict. False raises Conflict instead.
+        :param nearest: True forks from the state nearest to ``start``, by steps, if the bytes of ``start`` are gone. The log names it.
+        :param hyperparameters: which options of optimizers and constants of schedulers are used where the script and the restored state
+            differ: ``"script"`` or ``"state"``. None takes the script's for a fork, and the state's for a branch that is resumed. Each
+            difference is logged. With ``"script"``, counters and moments still come from the state, and learning rates are recomputed:
+            they are those of a training that had the script's schedule from the start.
+        :param rng: where the random numbers of a fork come from: ``"state"``, or ``"script"``, which leaves the generators as the script
+            seeded them. A branch that is resumed continues with its own, unless ``"script"`` finds another seed than before. With False
+            the global generators are not captured.
         :param gradients: whether gradients are captured.
+        :param frozen: False leaves out parameters of modules that have never required a gradient, such as the base model of an
+            adapter. A restore then needs a module that has them. Their names, shapes and dtypes are checked, their values are not.
         :param only: as in ``restore``. With ``start`` it selects what a fork takes from that state. When the branch is resumed later, it
             gets back everything that it captured.
         :param strict: as in ``restore``.
-        :param durable_every: make every n-th capture durable; None: as configured.
+        :param durable_every: make every n-th capture durable: 5 picks captures 5, 10, 15 and so on; None: as configured.
         :param durable_interval_s: make the newest state durable at most this often; None: as configured.
-        :param cadence: both of these as one value, or another policy (``CheckFreq()``, or several joined by ``|``), or a policy as text.
+        :param cadence: both of these as one value, or another policy (``CheckFreq()``, or several joined by ``|``), or a policy as text. If
+            none of the three is given or configured, every state becomes durable while that costs little (``Auto``).
         :param retention: which durable states of this branch keep their bytes, such as ``"latest:5 every:1000"``; None: as configured.
         :param keep_best: one or more metrics. The best state so far by each becomes durable and keeps its bytes, so that ``@best:METRIC``
             can be restored. ``"reward:max"`` says that larger is better; without it the metric's name decides.
@@ -198,10 +223,12 @@ class Repository(Upkeep, Names, History, Algebra):
         :param more: the objects to track, by name: anything with ``state_dict`` and ``load_state_dict``, random number generators
             (torch's, Python's, NumPy's), and nested containers of those, of tensors and of plain values. All are restored in place, except
             values that cannot be (numbers, text, tuples): the tracker's ``values`` has those.
-        :raises Conflict: the branch exists and ``resume`` is False, or it does not descend from ``start``.
+        :raises Conflict: the branch exists and ``resume`` is False, or it does not descend from ``start``. Or another living process
+            tracks the branch: names its host and its process id, and since when it has held the branch.
         :raises NotFound: ``start`` names no state.
-        :raises Corrupt: the branch's head is damaged; names the nearest ancestor that verifies, and how to go on from it.
-        :raises Unavailable: the repository can only be read, or another process or folder holds the branch's bytes.
+        :raises Corrupt: the branch's head is damaged; names the nearest state that verifies, and how to go on from it.
+        :raises Unavailable: the repository can only be read, or another process or folder holds the branch's bytes. Or the bytes of
+            ``start`` are gone, and ``nearest`` is False: names the nearest states that have them.
         :raises InvalidInput: an object cannot be tracked, or does not fit the state (with ``strict``).
         """
         ranks = Together(find() if group is None else group_of(group, "group"))
@@ -218,6 +245,7 @@ class Repository(Upkeep, Names, History, Algebra):
                 only=only,
                 strict=strict,
                 gradients=gradients,
+                frozen=frozen,
                 defer=defer,
                 cadence=self.config.cadence_with(cadence, durable_every=durable_every, durable_interval_s=durable_interval_s),
                 back_pressure=self.config.back_pressure
@@ -225,19 +253,29 @@ class Repository(Upkeep, Names, History, Algebra):
                 else values.choice(back_pressure, BackPressure, "back_pressure"),
                 on_failure=self.config.on_failure if on_failure is None else values.choice(on_failure, OnFailure, "on_failure"),
                 config=settings,
+                hyperparameters=_source(hyperparameters),
+                rng=rng,
                 retention=asked_for(retention_of(self.config.retention), retention, keep_best),
                 ranks=ranks,
                 own=_own(own, {*plain, *live}),
                 reduce=check_reduce(reduce),
                 is_checking=_is_checking(check),
+                takeover=takeover,
+                nearest=nearest,
             )
         return follow(self.core, live, plain, terms)
 
     # --- states ----------------------------------------------------------------------------------------------------------
 
-    @values.takes(rev=values.revision, only=values.patterns, device=values.optional(device_of), rank=values.count)
+    @values.takes(rev=values.revision, only=values.patterns, device=values.optional(device_of), rank=values.count, nearest=values.flag)
     def load(
-        self, rev: str | State, *, only: str | Sequence[str] | None = None, device: torch.device | str | None = None, rank: int = 0
+        self,
+        rev: str | State,
+        *,
+        only: str | Sequence[str] | None = None,
+        device: torch.device | str | None = None,
+        rank: int = 0,
+        nearest: bool = False,
     ) -> Any:
         """A state's tree: nested containers of tensors, with every byte checked. The caller owns the tensors.
 
@@ -251,13 +289,14 @@ class Repository(Upkeep, Names, History, Algebra):
         :param device: the device on which the tensors are placed.
         :param rank: for a state that several ranks captured together: the rank whose own values (random numbers, place in the data) the
             tree contains.
+        :param nearest: True loads the nearest state by steps, if the bytes of this one are gone. The log names it.
         :raises InvalidInput: a name or a pattern in ``only`` selects nothing.
-        :raises Corrupt: a stored byte is wrong; names the file and the tensor, and the nearest ancestor that verifies.
-        :raises Unavailable: its bytes are gone; names the nearest ancestor that has them.
+        :raises Corrupt: a stored byte is wrong; names the file and the tensor, and the nearest state that verifies.
+        :raises Unavailable: its bytes are gone; names the nearest states before and after it that have them.
         """
-        return load(self.core, self.state(rev), only=only, device=device, rank=rank)
+        return load(self.core, self.core.state(rev, nearest=nearest), only=only, device=device, rank=rank)
 
-    @values.takes(rev=values.revision, into=values.named, only=values.patterns, strict=values.flag)
+    @values.takes(rev=values.revision, into=values.named, only=values.patterns, strict=values.flag, nearest=values.flag)
     def restore(
         self,
         rev: str | State,
@@ -265,6 +304,7 @@ class Repository(Upkeep, Names, History, Algebra):
         *,
         only: str | Sequence[str] | None = None,
         strict: bool = True,
+        nearest: bool = False,
         group: Group | None = None,
     ) -> RestoreReport:
         """Restore a state into live objects, in place; with ``strict`` nothing is changed unless everything fits and is verified.
@@ -275,13 +315,15 @@ class Repository(Upkeep, Names, History, Algebra):
         :param into: the objects, by the names under which they were tracked.
         :param only: names, or patterns of paths, of what is restored. Everything else is left alone and not read.
         :param strict: False restores what fits, and the report lists what does not.
+        :param nearest: True restores the nearest state by steps, if the bytes of this one are gone. The report has its uid and its step.
         :param group: the ranks of a job that restore the state together; each of them calls this, and all get the state that ``rev`` names
             for rank 0. Bytes that several ranks need are read once and passed on, and each rank gets back what was its own. None: this
             process restores alone, and gets what was rank 0's own.
         :raises InvalidInput: names, shapes or types do not fit; lists them. Or the ranks give different states.
+        :raises Unavailable: its bytes are gone; names the nearest states before and after it that have them.
         """
         ranks = Together(SoloGroup() if group is None else group_of(group, "group"))
-        return restore(self.core, ranks.state(rev, self.state), into, only=only, strict=strict, group=ranks.group)
+        return restore(self.core, ranks.state(self.core, rev, nearest=nearest), into, only=only, strict=strict, group=ranks.group)
 
     # --- other processes ---------------------------------------------------------------------------------------------------
 

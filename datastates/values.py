@@ -61,7 +61,7 @@ KEY_LENGTH = 255
 """The most characters that the name of a metric or an attribute may have."""
 
 MESSAGE_LENGTH = 16 << 10
-"""The most characters that the message of a state or of a tag may have."""
+"""The most characters that the message of a state or of a tag, or the text of an attribute, may have."""
 
 NAMES = 10_000
 """The most metrics, and the most attributes, that a state may have."""
@@ -104,7 +104,11 @@ def attributes(given: object) -> dict[str, Plain]:
 
     :raises InvalidInput: a name or a value cannot be stored; names it.
     """
-    return {name: plain(value, f"attribute {name!r}") for name, value in _named(given, "attributes", "{'seed': 1}")}
+    found = {name: plain(value, f"attribute {name!r}") for name, value in _named(given, "attributes", "{'seed': 1}")}
+    for name, value in found.items():
+        if isinstance(value, str):
+            text(value, f"attribute {name!r}", at_most=MESSAGE_LENGTH)
+    return found
 
 
 def plain(value: object, what: str) -> Plain:

@@ -21,10 +21,11 @@ __all__ = ["Amended", "amend"]
 
 
 class Amended(StrEnum):
-    """What changed: the record of a run, the attributes of a state, its seal, a variant of a study, a report."""
+    """What changed: the record of a run, the attributes or the metrics of a state, its seal, a variant of a study, a report."""
 
     RUN = "run"
     ATTRIBUTES = "attributes"
+    METRICS = "metrics"
     SEAL = "seal"
     VARIANT = "variant"
     REPORT = "report"

@@ -109,7 +109,7 @@ def _opened(path: Path) -> int | None:
         status = path.stat()
         if (status.st_dev, status.st_ino) in _anchors:
             return _OURS
-        return None if _SET is None else open_regular(path, os.O_RDWR)
+        return None if _SET is None else open_regular(path, os.O_RDWR, may_have_links=True)
     except OSError:  # not there, or not writable by us
         return None
 

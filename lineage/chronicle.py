@@ -7,8 +7,6 @@ microseconds since the epoch, as in the schema. Fields are only ever added, at t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import msgspec
 
 from .states import Value
@@ -27,7 +25,6 @@ __all__ = [
     "SealLine",
     "StateLine",
     "VariantLine",
-    "fitting",
 ]
 
 VERSION = 1
@@ -169,10 +166,11 @@ class ReportLine(msgspec.Struct, frozen=True, array_like=True):
 
 
 class AttributesLine(msgspec.Struct, frozen=True, array_like=True):
-    """All attributes of a state that people changed after it was told."""
+    """All attributes and metrics of a state that people changed after it was told."""
 
     state: str
     attributes: dict[str, Value]
+    metrics: dict[str, float]
 
 
 class Entry(msgspec.Struct, frozen=True, array_like=True):
@@ -190,8 +188,3 @@ class Entry(msgspec.Struct, frozen=True, array_like=True):
     variants: tuple[VariantLine, ...] = ()
     reports: tuple[ReportLine, ...] = ()
     attributes: tuple[AttributesLine, ...] = ()
-
-
-def fitting(attributes: Mapping[str, Value]) -> dict[str, Value]:
-    """Attributes as a chronicle stores them: integers of more than 64 bits, which earlier versions accepted, become text."""
-    return {key: str(value) if isinstance(value, int) and not -(2**63) <= value < 2**64 else value for key, value in attributes.items()}

@@ -7,14 +7,16 @@ or takes its row locks in id order.
 
 from __future__ import annotations
 
+import logging
+import operator
 import os
 import sqlite3
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import wraps
+from contextlib import ExitStack, closing, contextmanager
+from functools import partial, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
@@ -29,7 +31,7 @@ from datastates.system.sharing import FILE_MODE, make_folders, share
 
 from . import anchor, deadline
 from .frozen import Frozen, why_frozen
-from .migrations import AS_IS, HEAD, KNOWN, new
+from .migrations import HEAD, KNOWN, new
 from .session import Session
 
 if TYPE_CHECKING:
@@ -37,26 +39,36 @@ if TYPE_CHECKING:
 
 __all__ = ["Database", "translate", "undeterred"]
 
+_logger = logging.getLogger(__name__)
+
 BUSY_TIMEOUT_S = 60.0
-UPGRADE_TIMEOUT_S = 3600.0
-"""How long an upgrade waits for another one. An upgrade takes minutes for a million states; on PostgreSQL it waits without a limit."""
 _MARKER_TABLES = ("state", "ref_event", "replica")
 _MIGRATION_LOCK = 0x6461_7461_7374  # the advisory lock of PostgreSQL; any number that others are unlikely to choose
 _BEGIN = "datastates_begin"
 _IMMEDIATE = "BEGIN IMMEDIATE"
-_PATIENT = "datastates_patient"
 _ASK_AGAIN_MS = 3  # SQLite retries after 1 ms and after 2 ms more; after that it would wait longer and longer
 _DURABLE = "datastates_durable"
+_FILE = "datastates_file"
+_POOLED = "datastates_pooled"
 _CANCELLED = "57014"  # PostgreSQL's code for a statement that was cancelled
 _OVERTAKEN = ("40001", "40P01")  # a conflict of transactions, a deadlock
 _PASSING = {
     "25006": "it takes no writes now",
     "25P03": "it ended a transaction that paused",
     "25P04": "it ended a transaction that took long",
-    "26000": "what pools its connections mixed them up",
-    "42P05": "what pools its connections mixed them up",
+    "26000": "a pooler mixed up prepared statements, which prepare_threshold=0 in the URL turns off",
+    "42P05": "a pooler mixed up prepared statements, which prepare_threshold=0 in the URL turns off",
+    "42501": "its user lacks a right, GRANT it as docs/deployment.md shows",
 }
 """PostgreSQL's codes for what says nothing about a statement, and passes; a connection made later may not see it at all."""
+_WHOLE = {
+    "sqlite": text("SELECT uid, 0 FROM repository"),
+    "postgresql": text(
+        "SELECT uid, (SELECT count(*) FROM pg_constraint WHERE contype = 'f' AND connamespace = current_schema()::regnamespace)"
+        " FROM repository"
+    ),
+}
+"""Which lineage a database holds. Foreign keys are what pg_restore makes last: while some are missing, a restore goes on."""
 _ATTEMPTS = 3
 _BEYOND_LIMITS = "54"  # PostgreSQL's class for what it has no room for at all
 _DISK_FULL = "53100"  # PostgreSQL's code for a full disk
@@ -67,6 +79,7 @@ _UNWRITTEN = {
 """SQLite's codes for it."""
 _PATIENCE = {"connect_timeout": 10, "keepalives_idle": 10, "keepalives_interval": 5, "keepalives_count": 4, "tcp_user_timeout": 30_000}
 """A server that was cut off is found dead within half a minute, not only when the kernel gives up. The URL may set other values."""
+_PREPARE = "prepare_threshold"
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 _migrating = threading.Lock()  # Alembic's context is a global of the process
@@ -75,11 +88,14 @@ _migrating = threading.Lock()  # Alembic's context is a global of the process
 class Database:
     """An open lineage. Any thread may use it, each transaction in its own thread; it does not survive ``fork``.
 
+    A database that is missing, or that was replaced by something else, is unavailable until that lineage is back. If a copy of it takes its
+    place, transactions use the copy.
+
     ``read_only`` says why nothing can be written, or is None when writing is possible.
 
     :raises NotFound: ``create`` is False and there is no lineage at ``url``.
-    :raises InvalidInput: the URL is of another kind, or the database holds something else.
-    :raises Conflict: a newer version of datastates wrote it, or it was replaced meanwhile.
+    :raises InvalidInput: the URL is of another kind, the database holds something else, or its file has another hard link.
+    :raises Conflict: another version of datastates wrote it, or it was replaced meanwhile.
     :raises Unavailable: the server does not answer.
     """
 
@@ -94,26 +110,28 @@ class Database:
         self._sessions = 0
         self.read_only: str | None = None
         self._frozen: Frozen | None = None
-        path = Path(parsed.database or "")
+        self._lineage: list[object] = []
+        self._path = path = Path(parsed.database or "")
+        self._held: tuple[int | None, int | None] = (None, None)  # the inode numbers of the file and of the index of its log
         if self.is_sqlite:
             _prepare_file(path, create=create)
             number = _number(path)
             self.read_only = why_frozen(path)
+            _check_links(path)
             self._frozen = None if self.read_only is None else Frozen(path)
-        self._engine = _sqlite_engine(parsed, self._frozen) if self.is_sqlite else _postgresql_engine(parsed)
+        make = partial(_sqlite_engine, frozen=self._frozen) if self.is_sqlite else _postgresql_engine
+        self._engine = make(parsed, self._lineage)
         read: dict[str, Any] = {_BEGIN: "BEGIN"}
         if not self.is_sqlite:
             read |= {"isolation_level": "REPEATABLE READ", "postgresql_readonly": True}
         self._reader = self._engine.execution_options(**read)
         self._writer = self._engine.execution_options(**{_BEGIN: _IMMEDIATE, _DURABLE: False})
         self._durable_writer = self._engine.execution_options(**{_BEGIN: _IMMEDIATE, _DURABLE: True})
-        self._end = self._ended_by(_at_once)
+        self._end = self._ended_by(operator.call)
         try:
             self._open(create=create)
             if self.is_sqlite and self._frozen is None:
-                self._end.detach()
-                self._end = self._ended_by(anchor.cast(path))
-                self._check_same(path, number)
+                self._hold(number)
         except BaseException:
             self.close()
             raise
@@ -125,15 +143,20 @@ class Database:
             yield session
 
     @contextmanager
-    def write(self, durable: bool = False) -> Iterator[Session]:
+    def write(self, durable: bool = False, *, in_copy: bool = False) -> Iterator[Session]:
         """A transaction that commits when the block ends well, and rolls back when it raises.
 
         With ``durable`` it returns only once the commit survives a power loss. Without it, a crash of this process loses nothing; a crash
-        of the machine may lose the last moments, but never leaves the database inconsistent.
+        of the machine may lose the last moments, but never leaves the database inconsistent. With ``in_copy``, if the file may not be
+        written, a copy of our own is changed instead, and is read until the file changes.
 
-        :raises Unavailable: another process held the write lock for a minute, or nothing may be written here (see ``read_only``).
+        :raises Unavailable: another process held the write lock for a minute, the file was replaced during the transaction, or nothing may
+            be written here (see ``read_only``).
         """
-        if self.read_only is not None:
+        if self._frozen is not None and in_copy:
+            self._frozen.take_copy(follows=True)
+            self._engine.dispose()
+        elif self.read_only is not None:
             raise Unavailable(f"{self._shown} can only be read: {self.read_only}; get the right to write there, or copy the repository")
         with self._writing(self._durable_writer if durable else self._writer) as session:
             yield session
@@ -164,9 +187,11 @@ class Database:
     @contextmanager
     def _writing(self, engine: Engine) -> Iterator[Session]:
         with self._session(engine) as session:
-            session.connection()  # takes the write lock now, before anything is read
+            connection = session.connection()  # takes the write lock now, before anything is read
             yield session
             session.commit()
+            if self._held[0] is not None and connection.info[_FILE] != _number(self._path):
+                raise Unavailable(f"{self._shown} was replaced during a transaction, which changed the earlier file only: do it again")
 
     @contextmanager
     def _session(self, engine: Engine) -> Iterator[Session]:
@@ -181,8 +206,8 @@ class Database:
                 deadline.enforced(session),
             ):
                 yield session
-        except (exc.SQLAlchemyError, sqlite3.Error) as error:
-            raise translate(error, self._shown) from error
+        except (exc.SQLAlchemyError, self._engine.dialect.loaded_dbapi.Error) as error:
+            raise translate(error, self._shown, was_there=bool(self._lineage)) from error
 
     @contextmanager
     def _used(self) -> Iterator[None]:
@@ -192,6 +217,8 @@ class Database:
                 raise Closed(f"the lineage {self._shown} was closed: open it again")
             if self._frozen is not None and self._frozen.has_changed():
                 self._engine.dispose()
+            if self._held[0] not in (None, number := _number(self._path)):
+                self._follow(number)
             self._sessions += 1
         try:
             yield
@@ -204,7 +231,9 @@ class Database:
     def _open(self, *, create: bool) -> None:
         with self._session(self._reader) as session:
             version = _version(session.connection())
-        if version == HEAD or (self._frozen is not None and version in AS_IS):
+            if version == HEAD and not self._lineage:
+                self._lineage += session.execute(_WHOLE[session.get_bind().dialect.name]).one()
+        if version == HEAD:
             return
         if version is None and not create:
             raise NotFound(f"{self._shown} holds no lineage: create it, or check the URL")
@@ -213,7 +242,7 @@ class Database:
             self._engine.dispose()
         if self.is_sqlite:
             self._use_wal()
-        with _migrating, self._writing(self._durable_writer.execution_options(**{_PATIENT: True})) as session:
+        with _migrating, self._writing(self._durable_writer) as session:
             connection = session.connection()
             if not self.is_sqlite:
                 connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _MIGRATION_LOCK})
@@ -224,33 +253,70 @@ class Database:
                 from .migrations.upgrade import upgrade  # Alembic takes 100 ms to import
 
                 upgrade(connection)
+        self._open(create=False)
 
-    def _check_same(self, path: Path, number: int | None) -> None:
-        """Raise if another file was put in this place while we opened it, as a rebuild does. From now on our locks prevent that."""
-        if _number(path) != number:
+    def _hold(self, opened: int | None) -> None:
+        """Hold the anchor of the file at the path. From now on our locks keep others from putting another file there, as a rebuild does.
+
+        :raises Conflict: it is not the file that was ``opened``.
+        """
+        self._end.detach()
+        self._end = self._ended_by(anchor.cast(self._path))
+        self._held = _number(self._path), _number(f"{self._path}-shm")
+        if self._held[0] != opened:
             raise Conflict(f"{self._shown} was replaced while it was opened: open it again")
+
+    def _follow(self, file: int | None) -> None:
+        """Use the file that was put in the place of the one that was opened, as a restored backup is. Runs in turn.
+
+        :raises Unavailable: there is no file, or it does not hold this lineage.
+        """
+        if file is None:
+            raise Unavailable(f"{self._shown} is gone: put the file back, or a copy of it")
+        with anchor.alone(self._path) as is_alone:
+            if is_alone and _number(f"{self._path}-shm") == self._held[1]:  # SQLite would apply the log of the earlier file to this one
+                rest = [0, 1, 0]
+                if self._engine.pool.checkedin():  # type: ignore[attr-defined] # QueuePool has it; else it would connect to the new file
+                    with closing(self._engine.raw_connection()) as raw:
+                        rest = raw.cursor().execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()
+                if rest[1] != rest[2]:  # somebody may put the earlier file back: it gets everything first
+                    raise Unavailable(f"{self._shown} was replaced, and transactions on the earlier file go on: try again")
+                for suffix in ("-wal", "-shm"):
+                    Path(f"{self._path}{suffix}").unlink(missing_ok=True)
+        self._end()
+        self._held = file, None
+        try:
+            _check_links(self._path)
+            self._open(create=False)
+            self._hold(file)
+        except DatastatesError as error:
+            self._engine.dispose()
+            self._held = 0, 0  # no file has this number: the next transaction tries again
+            raise Unavailable(
+                f"{self._shown} was replaced by a file that cannot be used: put a copy of this lineage there ({error})"
+            ) from error
+        _logger.warning("%s was replaced: transactions use the new file, and what it lacks of this process is recorded again", self._shown)
 
     def _use_wal(self) -> None:
         """Switch to WAL, where readers never block the writer. The mode stays with the file. Changing it ignores the busy timeout."""
         deadline = time.monotonic() + BUSY_TIMEOUT_S
         while True:
-            raw = self._engine.raw_connection()
-            try:
-                raw.cursor().execute("PRAGMA journal_mode=WAL")
-            except sqlite3.OperationalError as error:
-                if "locked" not in str(error) or time.monotonic() > deadline:
-                    raise translate(error, self._shown) from error
-                time.sleep(0.01)
-            except sqlite3.Error as error:
-                raise translate(error, self._shown) from error
-            else:
-                return
-            finally:
-                raw.close()
+            with closing(self._engine.raw_connection()) as raw:
+                try:
+                    raw.cursor().execute("PRAGMA journal_mode=WAL")
+                except sqlite3.Error as error:
+                    if "locked" not in str(error) or time.monotonic() > deadline:
+                        raise translate(error, self._shown) from error
+                else:
+                    return
+            time.sleep(0.01)
 
 
-def translate(error: exc.SQLAlchemyError | sqlite3.Error, where: str) -> DatastatesError:
-    """Our error for a driver's error. All of them are mapped here. ``where`` is shown in the message."""
+def translate(error: Exception, where: str, *, was_there: bool = False) -> DatastatesError:
+    """Our error for a driver's error. All of them are mapped here. ``where`` is shown in the message. With ``was_there``, a database that
+    is missing was open before: somebody restores it."""
+    if not isinstance(error, exc.SQLAlchemyError):  # it was raised by the driver itself
+        error = exc.DBAPIError.instance(None, None, error, Exception)
     origin = error.orig if isinstance(error, exc.DBAPIError) and error.orig is not None else error
     said, _, _ = (str(origin.args[0] if origin.args else "") if origin is error else str(origin)).strip().partition("\n")  # never the SQL
     said = masking.text(said)
@@ -262,6 +328,8 @@ def translate(error: exc.SQLAlchemyError | sqlite3.Error, where: str) -> Datasta
         return Unavailable(f"{where} gave up what it was asked ({said}): see who cancels there, and its statement_timeout")
     if code in _PASSING:
         return Unavailable(f"{where} does not answer as it should: {_PASSING[code]} ({said})")
+    if was_there and "does not exist" in lower:
+        return Unavailable(f"{where} is not there for now ({said}): restore the database under this name")
     if code in _OVERTAKEN:
         return Conflict(f"{where}: another transaction was first, nothing was changed: do it again ({said})")
     if isinstance(error, exc.TimeoutError):
@@ -318,10 +386,6 @@ def _let_go(pid: int, engine: Engine, frozen: Frozen | None, close: Callable[[Ca
         frozen.close()
 
 
-def _at_once(close: Callable[[], None]) -> None:
-    close()
-
-
 def _parse(url: str) -> URL:
     try:
         parsed = make_url(url)
@@ -359,27 +423,43 @@ def _prepare_file(path: Path, *, create: bool) -> None:
         raise Unavailable(f"{path} cannot be made ({error.strerror}): get the right to write there, or name another folder") from error
 
 
-def _number(path: Path) -> int | None:
+def _check_links(path: Path) -> None:
+    """Raise if another name leads to a file of the database, as after ``cp -al``.
+
+    SQLite finds a log by the name of its database. It would apply the log of one name to the file of both.
+    """
+    for suffix in ("", "-wal", "-shm"):
+        name = Path(f"{path}{suffix}")
+        if name.exists() and name.stat().st_nlink > 1:
+            raise InvalidInput(
+                f"{name} has another hard link, as after `cp -al`, and SQLite would damage what both names lead to: delete the other name, "
+                "or open a copy of its own (`cp -a --no-preserve=links`)"
+            )
+
+
+def _number(path: Path | str) -> int | None:
     """The inode number of the file at this path."""
     try:
-        return path.stat().st_ino
-    except FileNotFoundError:
+        return os.stat(path).st_ino
+    except OSError:
         return None
 
 
-def _sqlite_engine(url: URL, frozen: Frozen | None) -> Engine:
+def _sqlite_engine(url: URL, lineage: list[object], *, frozen: Frozen | None) -> Engine:
     options: dict[str, Any] = {"isolation_level": None, "timeout": BUSY_TIMEOUT_S, "check_same_thread": False}
     pool: dict[str, Any] = {"pool_size": 8, "max_overflow": -1}
     if frozen is None:
         engine = create_engine(url, connect_args=options, **pool)
     else:
         engine = create_engine("sqlite://", creator=lambda: frozen.connect(BUSY_TIMEOUT_S), poolclass=QueuePool, **pool)
-    event.listen(engine, "connect", _on_sqlite_connect)
+    event.listen(engine, "connect", partial(_on_sqlite_connect, str(url.database), lineage))
     event.listen(engine, "begin", _on_sqlite_begin)
     return engine
 
 
-def _on_sqlite_connect(raw: sqlite3.Connection, record: Any) -> None:
+def _on_sqlite_connect(path: str, lineage: list[object], raw: sqlite3.Connection, record: Any) -> None:
+    record.info[_FILE] = _number(path)
+    _recognize(raw, "sqlite", lineage)
     raw.execute("PRAGMA foreign_keys=ON")
     raw.execute("PRAGMA cache_size=-16384")
     raw.execute("PRAGMA synchronous=FULL")
@@ -396,14 +476,14 @@ def _on_sqlite_begin(connection: Connection) -> None:
         raw.execute("PRAGMA synchronous=FULL" if durable else "PRAGMA synchronous=NORMAL")
         connection.info[_DURABLE] = durable
     if options.get(_BEGIN) == _IMMEDIATE:
-        _begin_immediate(raw, UPGRADE_TIMEOUT_S if options.get(_PATIENT) else BUSY_TIMEOUT_S)
+        _begin_immediate(raw)
     else:
         raw.execute("BEGIN")
 
 
-def _begin_immediate(raw: sqlite3.Connection, timeout_s: float) -> None:
+def _begin_immediate(raw: sqlite3.Connection) -> None:
     """Take the write lock. SQLite's own waiting sleeps longer and longer and lets newcomers pass; this retries every few milliseconds."""
-    deadline = time.monotonic() + timeout_s
+    deadline = time.monotonic() + BUSY_TIMEOUT_S
     raw.execute(f"PRAGMA busy_timeout={_ASK_AGAIN_MS}")
     try:
         while True:
@@ -419,31 +499,57 @@ def _begin_immediate(raw: sqlite3.Connection, timeout_s: float) -> None:
         raw.execute(f"PRAGMA busy_timeout={BUSY_TIMEOUT_S * 1000:.0f}")
 
 
-def _postgresql_engine(url: URL) -> Engine:
+def _postgresql_engine(url: URL, lineage: list[object]) -> Engine:
     try:
-        options: dict[str, str | int] = {key: value for key, value in _PATIENCE.items() if key not in url.query}
+        options: dict[str, str | int | None] = {key: value for key, value in _PATIENCE.items() if key not in url.query}
+        if _PREPARE in url.query:
+            if not url.normalized_query[_PREPARE][-1].isdecimal():
+                raise InvalidInput(f"{_PREPARE} in the URL is no number: use 0 for no prepared statements, as a pooler may need")
+            options[_PREPARE] = int(url.normalized_query[_PREPARE][-1]) or None
         if "hostaddr" not in url.query and url.normalized_query.get("host", ("",))[-1].startswith("/"):
             options["hostaddr"] = ""  # a socket of this node is meant, whatever PGHOSTADDR or a service says
         engine = create_engine(url, pool_size=8, max_overflow=24, pool_pre_ping=True, connect_args=options)
     except ModuleNotFoundError as error:
         raise Unavailable("PostgreSQL needs its driver: pip install 'datastates[postgresql]'") from error
-    event.listen(engine, "connect", _on_postgresql_connect)
+    event.listen(engine, "connect", partial(_on_postgresql_connect, lineage, finds_poolers=_PREPARE not in url.query))
     event.listen(engine, "begin", _on_postgresql_begin)
     event.listen(engine, "handle_error", _on_postgresql_error)
     return engine
 
 
-def _on_postgresql_connect(raw: Any, record: Any) -> None:
+def _recognize(raw: Any, dialect: str, lineage: list[Any]) -> None:
+    """Close a new connection unless it leads to the lineage that was opened.
+
+    :raises Unavailable: that is not there, or still being restored.
+    """
+    with ExitStack() as stack:
+        stack.callback(raw.close)
+        found = raw.execute(_WHOLE[dialect].text).fetchone() if lineage else None
+        if lineage and (found is None or found[0] != lineage[0] or found[1] < lineage[1]):
+            raise Unavailable(f"the database does not hold lineage {lineage[0]} for now: finish restoring it, or restore the right one")
+        stack.pop_all()
+
+
+def _on_postgresql_connect(lineage: list[object], raw: Any, record: Any, *, finds_poolers: bool) -> None:
     """Turn off PostgreSQL's JIT compiler: its cost estimate turns it on for filters of hundreds of terms, where it took 16 s and the rows
-    0.7 s."""
-    raw.execute("SET jit = off")
+    0.7 s. Turn off prepared statements behind a pooler, which has each transaction made by another process of the server than the one
+    that it named.
+    """
+    _recognize(raw, "postgresql", lineage)
+    (_, pid) = raw.execute("SELECT set_config('jit', 'off', false), pg_backend_pid()").fetchone()
     raw.commit()
+    record.info[_POOLED] = pid != raw.info.backend_pid
+    if finds_poolers and record.info[_POOLED]:
+        raw.prepare_threshold = None
 
 
 def _on_postgresql_begin(connection: Connection) -> None:
+    settings = ["SET LOCAL jit = off"] if connection.info.get(_POOLED) else []
     if connection.get_execution_options().get(_DURABLE) is False:
+        settings.append("SET LOCAL synchronous_commit = off")
+    if settings:
         raw: Any = connection.connection.dbapi_connection
-        raw.execute("SET LOCAL synchronous_commit TO OFF")
+        raw.execute("; ".join(settings), prepare=False)  # not by SQLAlchemy, which takes 80 us for it
 
 
 def _on_postgresql_error(context: ExceptionContext) -> None:
@@ -473,7 +579,8 @@ def _check(connection: Connection, where: str) -> str | None:
         raise InvalidInput(f"{where} is not a datastates database: it holds the tables {', '.join(sorted(tables)[:5])}")
     if version not in KNOWN:
         raise Conflict(
-            f"{where} was written by a newer version of datastates (schema {version}, this one knows {HEAD}): upgrade datastates"
+            f"{where} was written by another version of datastates (schema {version}, this one reads {HEAD}): upgrade datastates, "
+            "or make a new repository"
         )
     return version
 

@@ -11,6 +11,7 @@ import os
 import shutil
 import sqlite3
 import tempfile
+from contextlib import closing
 from pathlib import Path
 
 from datastates.errors import Unavailable
@@ -47,41 +48,51 @@ class Frozen:
         return self._connect(f"{self._path.as_uri()}?{mode}", timeout_s)
 
     def has_changed(self) -> bool:
-        """Whether connections that were made earlier may see an outdated file."""
-        return self._copy is None and self._stamp is not None and self._stamp != self._now()
+        """Whether connections that were made earlier may see an outdated file. A copy that is outdated is dropped."""
+        is_changed = self._stamp is not None and self._stamp != self._now()
+        if is_changed:
+            self.close()
+        return is_changed
 
-    def take_copy(self) -> None:
-        """From here on read, and migrate, a copy of our own.
+    def take_copy(self, *, follows: bool = False) -> None:
+        """From here on read, and migrate or change, a copy of our own; with ``follows`` only until the file changes.
 
         :raises Unavailable: there is no room for it.
         """
+        if self._copy is not None:
+            return
         copy = tempfile.TemporaryDirectory(prefix="datastates-", ignore_cleanup_errors=True)
         try:
-            for source in (self._path, Path(f"{self._path}-wal")):
-                if source.exists():
-                    shutil.copyfile(source, Path(copy.name, source.name))
-        except OSError as error:
+            log = Path(f"{self._path}-wal")
+            if _size(log) and Path(f"{self._path}-shm").exists():  # somebody may write it now: SQLite copies one snapshot
+                with closing(self.connect(60.0)) as source, closing(sqlite3.connect(Path(copy.name, self._path.name))) as target:
+                    source.backup(target)
+            else:
+                for path in filter(Path.exists, (self._path, log)):
+                    shutil.copyfile(path, Path(copy.name, path.name))
+        except (OSError, sqlite3.Error) as error:
             copy.cleanup()
             raise Unavailable(
-                f"{self._path} can only be read from a copy, which was not made in {copy.name} ({error.strerror}): "
-                "set TMPDIR to where there is room"
+                f"{self._path} can only be read from a copy, which was not made in {copy.name} ({error}): set TMPDIR to where there is room"
             ) from error
         self._copy = copy
+        self._stamp = self._now() if follows else None
 
     def close(self) -> None:
         """Delete the copy."""
-        if self._copy is not None:
-            self._copy.cleanup()
+        copy, self._copy = self._copy, None
+        if copy is not None:
+            copy.cleanup()
 
     def _connect(self, name: str, timeout_s: float) -> sqlite3.Connection:
         return sqlite3.connect(name, timeout=timeout_s, isolation_level=None, check_same_thread=False, uri=name.startswith("file:"))
 
     def _now(self) -> object:
-        """What identifies the file's present content; constant for a file with a log, whose changes SQLite follows by itself."""
-        if _size(Path(f"{self._path}-wal")):
+        """What identifies the file's present content; constant for a file that is read with its log: SQLite follows it by itself."""
+        log = Path(f"{self._path}-wal")
+        if _size(log) and self._copy is None:
             return "logged"
-        status = self._path.stat()
-        return status.st_ino, status.st_mtime_ns, status.st_size
+        return [(one.st_ino, one.st_mtime_ns, one.st_size) for one in (path.stat() for path in (self._path, log) if path.exists())]
 
 
 def _size(path: Path) -> int:

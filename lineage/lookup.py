@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from sqlalchemy import BigInteger, ColumnElement, Select, bindparam, case, select
+from sqlalchemy import BigInteger, ColumnElement, Select, bindparam, select
 
 from datastates.errors import Ambiguous, InvalidInput, NotFound
 
@@ -30,7 +30,6 @@ _LISTED = 5  # candidates listed in a message
 
 _state, _edge, _metric, _attribute, _run = (table(row) for row in (StateRow, EdgeRow, MetricRow, AttributeRow, RunRow))
 _parent = _state.alias("parent")
-_own_run = case((_run.c.is_carried.is_(None), _run.c.uid))  # a state that came from elsewhere has none
 _COLUMNS = ("id", "uid", "digest", "step", "micro_step", "message", "created_at", "status", "generation", "bytes_total", "bytes_new",
             "world_size")  # fmt: skip
 _ID_OF = select(_state.c.id).where(_state.c.uid == bindparam("uid"))
@@ -51,7 +50,7 @@ class _Load:
     @classmethod
     def of(cls, is_them: Callable[[ColumnElement[int]], ColumnElement[bool]]) -> _Load:
         return cls(
-            states=select(*(_state.c[name] for name in _COLUMNS), _parent.c.uid, _own_run, _run.c.id)
+            states=select(*(_state.c[name] for name in _COLUMNS), _parent.c.uid, _run.c.uid, _run.c.id)
             .outerjoin_from(_state, _parent, _parent.c.id == _state.c.parent_id)
             .outerjoin(_run, _run.c.id == _state.c.run_id)
             .where(is_them(_state.c.id)),

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
-from sqlalchemy import BigInteger, bindparam, insert, select
+from sqlalchemy import BigInteger, bindparam, delete, insert, select
 
 from datastates.system import masking
 
@@ -23,8 +23,10 @@ __all__ = ["keep", "of_runs", "shown"]
 _BATCH = 1000  # ids in one IN list
 
 
-def keep(connection: Connection, run_id: int, config: Mapping[str, Value]) -> None:
-    """Record the settings of a run, secrets masked."""
+def keep(connection: Connection, run_id: int, config: Mapping[str, Value], *, replaces: bool = False) -> None:
+    """Record the settings of a run, secrets masked. ``replaces``: in place of those that it has."""
+    if replaces:
+        connection.execute(delete(_setting).where(_setting.c.run_id == run_id))
     rows = [{"run_id": run_id, **columns_of(key, value, "setting")} for key, value in shown(config).items()]
     if rows:
         connection.execute(_KEEP, rows)

@@ -8,7 +8,11 @@ from enum import StrEnum
 
 __all__ = [
     "DIED",
+    "GIT_REMOTE",
+    "GIT_ROOT",
     "OURS",
+    "SAVES",
+    "TAKEN",
     "Edge",
     "EdgeKind",
     "GivenUp",
@@ -106,12 +110,24 @@ DIED = f"{OURS}died"
 """True in the configuration of a process that ended without saying so, once another process has found that out."""
 
 
+GIT_ROOT, GIT_REMOTE = f"{OURS}git_root", f"{OURS}git_remote"
+"""In the configuration of a run: the folder of the checkout that its main script is in, and the URL that it came from."""
+
+
+SAVES = f"{OURS}saves"
+"""True in the configuration of a training that only saves trees: it holds its branch during each save, not between two."""
+
+
+TAKEN = f"{OURS}taken_over"
+"""In the configuration of a training whose branch another process took over: that process, as people read it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Run:
     """One training of a process: its branch, its user and host, its code and configuration.
 
     ``process`` is the uid of the run that stands for the whole process. That run has no ``process`` itself; it made the states that no
-    training captured, such as merges.
+    training captured, such as merges. ``is_imported``: its record came with states of another lineage; ``branch`` is the name there.
     """
 
     uid: str
@@ -127,6 +143,7 @@ class Run:
     finished_at: datetime | None = None
     process: str | None = None
     branch: str | None = None
+    is_imported: bool = False
 
     @property
     def chosen(self) -> dict[str, Value]:

@@ -25,7 +25,8 @@ def columns_of(key: str, value: Value, what: str) -> dict[str, object]:
         case bool():
             type_, number = "bool", float(value)
         case int():
-            type_, number, text = "int", _nearest_float(value), None if abs(value) <= EXACT_INT else str(value)
+            values.plain(value, f"{what} {key!r}")  # at most 64 bits: the chronicle stores no more
+            type_, number, text = "int", float(value), None if abs(value) <= EXACT_INT else str(value)
         case float():
             type_, number = "float", None if math.isnan(value) else value
         case None:
@@ -47,10 +48,3 @@ def value_of(type_: str, number: float | None, text: str | None) -> Value:
         case "float":
             return math.nan if number is None else number
     return None
-
-
-def _nearest_float(value: int) -> float:
-    try:
-        return float(value)
-    except OverflowError:
-        return math.inf if value > 0 else -math.inf

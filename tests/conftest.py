@@ -26,6 +26,7 @@ from sqlalchemy import make_url
 from datastates.lineage import Database
 from datastates.lineage.migrations import HEAD, new, upgrade
 from datastates.lineage.schema import Base
+from datastates.lineage.states import Value
 from datastates.opening import environment
 from tests.support import costs, effort
 from tests.support.costs import pytest_runtest_protocol as pytest_runtest_protocol
@@ -97,7 +98,7 @@ def known_commit() -> Iterator[None]:
     """Git is asked once about this very checkout, not by each of some thousand runs: another process each time."""
     ask, known = environment._git, functools.cache(environment._git)
 
-    def answer() -> tuple[str | None, bool | None]:
+    def answer() -> tuple[str | None, bool | None, dict[str, Value]]:
         with suppress(FileNotFoundError):  # the working directory is gone
             if Path.cwd() == effort.ROOT:
                 return known()

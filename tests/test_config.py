@@ -13,7 +13,10 @@ import torch
 import datastates
 from datastates.config import BackPressure, Config, OnFailure, parse_bytes
 from datastates.errors import InvalidInput
+from datastates.policy.auto import Auto
 from datastates.policy.cadence import Cadence
+from datastates.policy.checkfreq import CheckFreq
+from datastates.policy.contract import Policy
 
 ROOT = Path(__file__).parent.parent
 
@@ -133,7 +136,7 @@ def test_every_variable_of_the_code_is_documented_and_no_other() -> None:
 def test_a_cadence_is_said_by_its_parts_or_as_one_value() -> None:
     parts, whole = Config(durable_every=7, durable_interval_s=None), Config(cadence=Cadence(every=7, interval_s=None))
     assert parts.cadence_with() == whole.cadence_with() == Cadence(7, None)
-    assert Config().cadence_with() == Cadence() == Cadence(every=None, interval_s=30.0)
+    assert Config().cadence_with() == Config(cadence="auto").cadence_with() == Auto()
     assert dataclasses.replace(parts, durable_every=9).cadence_with() == Cadence(9, None)
 
 
@@ -142,6 +145,31 @@ def test_a_training_changes_a_part_of_the_configured_cadence_or_brings_its_own(c
     assert configured.cadence_with(durable_every=2) == Cadence(2, None)
     assert configured.cadence_with(durable_interval_s=5.0) == Cadence(7, 5.0)
     assert configured.cadence_with(Cadence(interval_s=1.0)) == Cadence(None, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("said", "meant"),
+    [
+        ({"durable_every": 5}, Cadence(5, None)),
+        ({"durable_interval_s": 60.0}, Cadence(None, 60.0)),
+        ({"durable_every": 5, "durable_interval_s": 60.0}, Cadence(5, 60.0)),
+        ({"cadence": "checkfreq"}, CheckFreq()),
+    ],
+)
+def test_each_explicit_setting_turns_the_automatic_cadence_off(said: dict[str, Any], meant: Policy) -> None:
+    assert Config(**said).cadence_with() == meant
+    assert Config().cadence_with(**said) == meant
+    assert Config(cadence="auto:2%:100M").cadence_with(**said) == meant
+    names = {
+        "durable_every": "DATASTATES_DURABLE_EVERY",
+        "durable_interval_s": "DATASTATES_DURABLE_INTERVAL",
+        "cadence": "DATASTATES_CADENCE",
+    }
+    assert Config.from_environment({names[name]: str(value) for name, value in said.items()}).cadence_with() == meant
+
+
+def test_no_interval_alone_means_that_nothing_is_written_by_itself() -> None:
+    assert str(Config(durable_interval_s=None).cadence_with()) == "never"
 
 
 def test_a_cadence_that_is_said_twice_or_is_none_is_refused() -> None:
@@ -157,7 +185,7 @@ def test_a_cadence_that_is_said_twice_or_is_none_is_refused() -> None:
             call()
 
 
-@pytest.mark.parametrize(("every", "statuses"), [(None, ["captured"] * 3), (2, ["durable", "captured", "durable"])])
+@pytest.mark.parametrize(("every", "statuses"), [(None, ["captured"] * 3), (2, ["captured", "durable", "captured"])])
 def test_a_tracker_follows_the_cadence_that_it_is_given(tmp_path: Path, every: int | None, statuses: list[str]) -> None:
     with datastates.open(tmp_path, memory_bytes="64M") as repo:
         cadence = datastates.Cadence(every=every, interval_s=None)  # the configured one writes the first, by time

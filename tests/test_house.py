@@ -33,7 +33,7 @@ TORCHS = {
     "datastates.objects.own_loading": {"_metadata"},
     "datastates.objects.report": {"_metadata"},
     "datastates.objects.names": {"_modules"},  # of nn.Module
-    "datastates.objects.oversights": {"_version"},  # of tensors
+    "datastates.objects.oversights": {"_base", "_version"},  # of tensors
     "datastates.lineage.show.stats": {"_mapping"},  # of SQLAlchemy's rows
 }
 """Private names of torch and SQLAlchemy that these modules take, and that others of ours happen to use too."""

@@ -13,7 +13,7 @@ from datastates import testing
 PUBLIC = {
     *("CadenceChoice", "CheckFreq", "Daly", "OnImprovement", "TwoLevel", "Young"),
     *("Cadence", "Ensemble", "Guard", "Item", "Module", "ModuleFailed", "Prediction", "Rewind"),
-    *("Ambiguous", "BackPressure", "Capture", "Closed", "Config", "Conflict", "Corrupt", "DatastatesError", "InvalidInput"),
+    *("Ambiguous", "Auto", "BackPressure", "Capture", "Closed", "Config", "Conflict", "Corrupt", "DatastatesError", "InvalidInput"),
     *(
         "NotFound",
         "OnFailure",

@@ -167,9 +167,9 @@ def test_a_folder_that_was_deleted_is_called_gone_and_not_full(tmp_path: Path) -
 
 
 def memory_held(repo: Repository) -> int:
-    """Bytes of the slots that the memory tier holds."""
-    assert repo.core.tiers.captured is not None
-    return repo.core.tiers.captured.slots_held * SLOT
+    """The bytes of the arena that are taken."""
+    assert repo.core.arena is not None
+    return repo.core.arena.capacity - repo.core.arena.available
 
 
 def test_a_server_keeps_the_lineage_of_local_packs(postgresql_url: str, tmp_path: Path) -> None:
@@ -234,8 +234,8 @@ def test_ranks_that_restore_unlike_states_together_all_raise(tmp_path: Path) -> 
 def test_a_training_that_names_no_state_builds_no_parser(tmp_path: Path) -> None:
     """To build one takes 25 ms, a twentieth of what ``open`` takes in a new process."""
     parsers = (query._parser, revision._parser)
-    for parser in parsers:
-        parser.cache_clear()
+    for known in (*parsers, query.parse_query, revision._parse):
+        known.cache_clear()
     tracked = {"weight": torch.zeros(1000)}
     with datastates.open(tmp_path, memory_bytes=8 * SLOT) as repo, repo.track(tracked=tracked) as run:
         run.capture(metrics={"loss": 1.0}).wait("durable")

@@ -33,6 +33,7 @@ OTHERS = {
     "Client.move(expected)": "a Ref: the name as the client saw it last",
     "Plan.config(base)": "the configuration that variants change",
     "Plan.digest(base)": "the same",
+    "Repository.rename(new)": "a name",
 }
 """Parameters of such a name that are none, and what they are."""
 
@@ -197,6 +198,7 @@ CALLS: dict[str, Callable[[World, Any], object]] = {
     "Repository.blame(rev)": lambda world, rev: [each.state.uid for each in world.repo.blame(rev)],
     "Repository.bisect(bad)": lambda world, rev: world.repo.bisect("main~2", rev, lambda tree: None).bad.uid,
     "Repository.bisect(good)": lambda world, rev: world.repo.bisect(rev, "main", lambda tree: None).good.uid,
+    "Repository.annotate(rev)": lambda world, rev: world.repo.annotate(rev, attributes={"seen": True}).uid,
     "Repository.branch(rev)": lambda world, rev: world.repo.branch(world.fresh(), rev).state,
     "Repository.descendants(rev)": lambda world, rev: {state.uid for state in world.repo.descendants(rev) if state.step <= 3},
     "Repository.compare(revs)": lambda world, rev: [each.state.uid for each in world.repo.compare([rev, "main"])],

@@ -98,6 +98,13 @@ def test_an_attribute_is_recorded_as_the_plain_value_that_it_holds(given: object
     assert type(found) is type(taken)
 
 
+def test_the_text_of_an_attribute_is_as_long_as_a_message_at_most() -> None:
+    longest = "x" * values.MESSAGE_LENGTH
+    assert values.attributes({"a": longest}) == {"a": longest}
+    with pytest.raises(InvalidInput, match="attribute 'a' has 16385 characters: at most 16384 fit"):
+        values.attributes({"a": longest + "x"})
+
+
 @pytest.mark.parametrize("given", REFUSED, ids=lambda given: type(given).__name__)
 def test_what_no_database_holds_is_refused_by_name(given: object) -> None:
     with pytest.raises(InvalidInput, match="attribute 'a' is "):

@@ -183,6 +183,7 @@ CASES: dict[str, Callable[[World], Case]] = {
     ),
     "load": lambda w: Case(datastates.load, {"rev": "main", "map_location": "cpu", "repo": w.repo}),
     "Cadence": lambda _: Case(datastates.Cadence, {"every": 3, "interval_s": 2.0, "steps": 4}),
+    "Auto": lambda _: Case(datastates.Auto, {"overhead": 0.05, "bytes_per_s": 1 << 20}),
     "CheckFreq": lambda _: Case(datastates.CheckFreq, {"overhead": 0.05}),
     "OnImprovement": lambda _: Case(datastates.OnImprovement, {"metric": "loss", "is_rising": None}),
     "Young": lambda _: Case(datastates.Young, {"mtbf_s": 3600.0, "is_observed": False}),
@@ -254,7 +255,11 @@ CASES: dict[str, Callable[[World], Case]] = {
     "Repository.tag": lambda w: Case(w.repo.tag, {"name": w.name(), "rev": "main", "message": "said"}),
     "Repository.branch": lambda w: Case(w.repo.branch, {"name": w.name(), "rev": "main"}),
     "Repository.move": lambda w: Case(w.repo.move, {"name": w.tagged(), "rev": "start", "expected": "main"}),
-    "Repository.delete_ref": lambda w: Case(w.repo.delete_ref, {"name": w.tagged()}),
+    "Repository.rename": lambda w: Case(w.repo.rename, {"name": w.tagged(), "new": w.name()}),
+    "Repository.annotate": lambda w: Case(
+        w.repo.annotate, {"rev": "main", "metrics": {"late": 1.0}, "attributes": {"a": 1}, "replace": True, "author": "me"}
+    ),
+    "Repository.delete_ref": lambda w: Case(w.repo.delete_ref, {"name": w.tagged(), "bytes": False, "dry_run": False}),
     "Repository.reflog": lambda w: Case(w.repo.reflog, {"name": "main"}),
     "Repository.log": lambda w: Case(w.repo.log, {"rev": "main", "limit": 3}),
     "Repository.find": lambda w: Case(w.repo.find, {"query": "step > 1 limit 3"}),
@@ -295,7 +300,8 @@ CASES: dict[str, Callable[[World], Case]] = {
     "PermutationSampler.hand_out": lambda _: Case(PermutationSampler(9).hand_out, {"count": 1}),
     "PermutationSampler.let_go": lambda _: Case(PermutationSampler(9).let_go, {"is_over": True}),
     "Tracker.epochs": lambda w: Case(w.run.epochs, {"count": 2}),
-    "Tracker.steps": lambda w: Case(w.run.steps, {"loader": [1, 2], "accumulate": 1}),
+    "Tracker.steps": lambda w: Case(w.run.steps, {"loader": [1, 2], "accumulate": 1, "limit": 1, "verify": True}),
+    "Tracker.enumerate": lambda w: Case(w.run.enumerate, {"loader": [1, 2], "accumulate": 1, "limit": 1, "verify": True}),
     "Tracker.capture": lambda w: Case(
         w.run.capture, {"metrics": {"loss": 0.5}, "step": None, "message": "said", "attributes": {"seed": 1}}
     ),
@@ -344,7 +350,7 @@ OTHERWISE = {
     "Capture": "made by Tracker.capture",
     **{
         f"{policy}.{method}": "called by us"
-        for policy in ("Cadence", "CheckFreq", "Daly", "OnImprovement", "TwoLevel", "Young")
+        for policy in ("Auto", "Cadence", "CheckFreq", "Daly", "OnImprovement", "TwoLevel", "Young")
         for method in ("bounds", "choose", "informed", "is_due", "next_due", "told")
     },
     "Ensemble": "made by Repository.ensemble",

@@ -5,16 +5,17 @@ Every field that a peer chooses is bounded by its type, so that nothing is belie
 
 from __future__ import annotations
 
-from typing import Annotated, Final
+from typing import Annotated, Any, Final
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import Meta, Raw, Struct
 
 from datastates.content.manifest import CHUNK_BYTES
 from datastates.errors import PeerFault
 from datastates.values import MESSAGE_LENGTH, NAMES, RANKS
 
 __all__ = [
+    "ARGUMENTS",
     "BODY_BYTES",
     "DIGESTS",
     "FIRST_FRAME_BYTES",
@@ -60,12 +61,14 @@ __all__ = [
     "Release",
     "Resolve",
     "Room",
+    "RunRecord",
     "StatePage",
     "StateRecord",
     "Took",
     "Want",
     "Welcome",
     "decode",
+    "decode_offer",
     "encode",
 ]
 
@@ -90,6 +93,9 @@ PIECES: Final = 64
 DIGESTS: Final = 64
 """The most chunks whose digests are asked for at once."""
 
+ARGUMENTS: Final = 1000
+"""The most words of a command line that travel with a run."""
+
 PARTS: Final = 1024
 """The most parts of a state that is cloned part by part."""
 
@@ -111,7 +117,6 @@ _ChunkLength = Annotated[int, Meta(ge=0, le=CHUNK_BYTES)]
 _Limit = Annotated[int, Meta(ge=1, le=10_000)]
 _Attribute = str | int | float | bool | None
 _Config = Annotated[dict[_Name, _Attribute], Meta(max_length=2_000)]
-_Configs = Annotated[tuple[_Config, ...], Meta(max_length=10_000)]
 
 
 class Identity(Struct, frozen=True):
@@ -139,10 +144,29 @@ class EdgeRecord(Struct, frozen=True):
     weight: float
 
 
+class RunRecord(Struct, frozen=True):
+    """A run as it travels: who made states, where, with which code and configuration. Secrets in it are masked."""
+
+    uid: _Uid
+    host: _Name
+    user: _Name
+    argv: Annotated[tuple[_Text, ...], Meta(max_length=ARGUMENTS)]
+    git_commit: _Name | None
+    git_dirty: bool | None
+    versions: Annotated[dict[_Name, _Name], Meta(max_length=NAMES)]
+    started_at_us: int
+    finished_at_us: int | None
+    branch: _Name | None
+    config: _Config
+
+
+_Runs = Annotated[tuple[RunRecord, ...], Meta(max_length=10_000)]
+
+
 class StateRecord(Struct, frozen=True):
     """A node of the lineage as it travels. ``parents`` begin with the first parent; ``edges`` describe the further ones.
 
-    ``config`` is the configuration of its run, or its position among the configurations that come with a list of states.
+    ``run`` names the run that captured it. ``run_record`` is the record of that run, unless the state comes in a list.
     """
 
     uid: _Uid
@@ -161,28 +185,28 @@ class StateRecord(Struct, frozen=True):
     bytes_total: _Count
     bytes_new: _Count
     world_size: Annotated[int, Meta(ge=1, le=RANKS)] = 1
-    config: _Config | _Count | None = None
+    run_record: RunRecord | None = None
 
 
 class StatePage(Struct, frozen=True):
-    """Some states in order, with their configurations. ``next`` is what to pass as ``after`` to get those that follow, None at the end."""
+    """Some states in order, with their runs. ``next`` is what to pass as ``after`` to get those that follow, None at the end."""
 
     states: Annotated[tuple[StateRecord, ...], Meta(max_length=10_000)]
     next: _Text | None = None
-    configs: _Configs = ()
+    runs: _Runs = ()
 
 
 class Offer(Struct, frozen=True):
     """A state that a peer wants to push: its manifest, the state, its ancestry newest first, and refs that name any of them.
 
-    ``configs`` are the configurations of the ancestry.
+    ``runs`` captured the ancestry.
     """
 
     manifest: bytes
     state: StateRecord
     ancestry: tuple[StateRecord, ...] = ()
     refs: tuple[RefRecord, ...] = ()
-    configs: _Configs = ()
+    runs: _Runs = ()
 
 
 # --- what went wrong -----------------------------------------------------------------------------------------------------
@@ -501,6 +525,13 @@ Message = (
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Message)
+_parts = msgspec.msgpack.Decoder(Annotated[dict[str, Raw], Meta(max_length=5)])
+_items = msgspec.msgpack.Decoder(Annotated[tuple[Raw, ...], Meta(max_length=200_000)])
+_of_items: dict[str, msgspec.msgpack.Decoder[Any]] = {
+    "ancestry": msgspec.msgpack.Decoder(StateRecord),
+    "refs": msgspec.msgpack.Decoder(RefRecord),
+    "runs": msgspec.msgpack.Decoder(RunRecord),
+}
 
 
 def encode(message: Message) -> bytes:
@@ -518,3 +549,16 @@ def decode(body: bytes | memoryview, *, peer: str) -> Message:
     except (msgspec.DecodeError, RecursionError, ValueError) as exc:
         raise PeerFault(f"{peer} sent no message of protocol {PROTOCOL_VERSION} ({exc}): is it datastates that serves there?") from exc
     return message
+
+
+def decode_offer(body: bytes | bytearray, *, peer: str) -> Offer:
+    """The offer in the body of a push. Its items are decoded one by one, so that other threads can run in between.
+
+    :raises PeerFault: it is none, or a field is out of bounds.
+    """
+    try:
+        parts = _parts.decode(body)
+        lists = {name: tuple([each.decode(item) for item in _items.decode(parts.get(name, b"\x90"))]) for name, each in _of_items.items()}
+        return Offer(msgspec.msgpack.decode(parts["manifest"], type=bytes), _of_items["ancestry"].decode(parts["state"]), **lists)
+    except (msgspec.DecodeError, RecursionError, ValueError, KeyError) as exc:
+        raise PeerFault(f"{peer} pushes what is no offer ({exc})") from exc

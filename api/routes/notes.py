@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated
 
 from fastapi import Path, Query, Request, Response
 
+from datastates.api.etags import etag_of_note
 from datastates.api.models import NewNote, Note, NoteText, Page
 from datastates.api.replies import reply
 from datastates.api.routing import Routes, Scope
-from datastates.api.served import Chosen
+from datastates.api.served import Chosen, Served
 from datastates.lineage.change import notes
+
+from .refs import CHANGED, IfMatch, changing, check_match
+
+if TYPE_CHECKING:
+    from sqlalchemy.orm import Session
 
 __all__ = ["routes"]
 
@@ -43,20 +51,28 @@ def write_note(served: Chosen, body: NewNote) -> Response:
     """
     with served.writing() as session:
         note = notes.write(session, body.text, state=body.state, branch=body.branch, author=body.author)
-    return reply(note, status=201)
+    return reply(note, status=201, etag=etag_of_note(note))
 
 
-@routes.add("PATCH", "/notes/{uid}", scope=Scope.WRITE, returns=Note)
-def edit_note(served: Chosen, uid: _NoteUid, body: NoteText) -> Response:
-    """Change the text of a note, which is marked as edited from then on."""
-    with served.writing() as session:
-        note = notes.edit(session, uid, body.text)
-    return reply(note)
+@routes.add("PATCH", "/notes/{uid}", scope=Scope.WRITE, returns=Note, responses=CHANGED)
+def edit_note(served: Chosen, uid: _NoteUid, body: NoteText, if_match: IfMatch = None) -> Response:
+    """Change the text of a note, if its ETag is still that in `If-Match`: its `edited_at`, or else its `created_at`, as a JSON string."""
+    with _changing(served, uid, if_match) as (session, seen):
+        note = notes.edit(session, uid, body.text, seen=seen)
+    return reply(note, etag=etag_of_note(note))
 
 
-@routes.add("DELETE", "/notes/{uid}", scope=Scope.WRITE, returns=None, status=204)
-def delete_note(served: Chosen, uid: _NoteUid) -> Response:
-    """Delete a note for good."""
-    with served.writing() as session:
-        notes.remove(session, uid)
+@routes.add("DELETE", "/notes/{uid}", scope=Scope.WRITE, returns=None, status=204, responses=CHANGED)
+def delete_note(served: Chosen, uid: _NoteUid, if_match: IfMatch = None) -> Response:
+    """Delete a note, if its ETag is still that in `If-Match`."""
+    with _changing(served, uid, if_match) as (session, seen):
+        notes.remove(session, uid, seen=seen)
     return Response(status_code=204)
+
+
+@contextmanager
+def _changing(served: Served, uid: str, if_match: str | None) -> Iterator[tuple[Session, Note]]:
+    with changing(served, f"note {uid}", if_match) as session:
+        note = notes.get(session, uid)
+        check_match(f"note {uid}", etag_of_note(note), if_match)
+        yield session, note

@@ -13,7 +13,6 @@ from datastates.api.replies import reply
 from datastates.api.routing import Routes, Scope
 from datastates.api.served import Chosen, Served
 from datastates.clone.serving import Server
-from datastates.content.manifest import CHUNK_BYTES
 from datastates.lineage.change import clones
 from datastates.lineage.search.incomplete import incomplete
 from datastates.system import masking
@@ -45,8 +44,8 @@ def storage(served: Chosen, request: Request) -> Response:
         found = served.statistics.of(session)
     total, free = _disk(served)
     arena = served.core.arena
-    size = None if arena is None else arena.capacity * CHUNK_BYTES
-    used = None if arena is None else (arena.capacity - arena.available) * CHUNK_BYTES
+    size = None if arena is None else arena.capacity
+    used = None if arena is None else arena.capacity - arena.available
     trouble = None if served.core.running is None else served.core.running.trouble
     made = Storage(
         bytes_stored=found.bytes_stored,

@@ -23,14 +23,14 @@ from datastates.lineage.states import RefKind
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
 
-__all__ = ["routes"]
+__all__ = ["CHANGED", "IfMatch", "changing", "check_match", "routes"]
 
 routes = Routes("refs")
 
 Name = Annotated[str, Path(min_length=1, max_length=200, pattern=r"^[^\x00-\x20\x7f]+$", description="A branch or a tag; may have slashes")]
 IfMatch = Annotated[str | None, Header(description="What it must still be: the ETag of `GET`")]
 _IfNoneMatch = Annotated[str | None, Header(description="`*`: with 412 instead of 409 when the name is taken")]
-_CHANGED: dict[int | str, dict[str, object]] = {412: {}, 428: {}}
+CHANGED: dict[int | str, dict[str, object]] = {412: {}, 428: {}}
 
 
 @routes.add("GET", "/refs", scope=Scope.READ, returns=Page[Ref])
@@ -59,6 +59,7 @@ def make_ref(served: Chosen, name: Name, body: NewRef, if_none_match: _IfNoneMat
         with served.writing() as session:
             if body.kind is RefKind.TAG:
                 ref = refs.tag(session, name, uid, message=body.message, reason="tag (web)")
+                refs.warn(session, ref)
             else:
                 ref = refs.branch(session, name, uid, reason="branch (web)")
     except Conflict as error:
@@ -68,20 +69,21 @@ def make_ref(served: Chosen, name: Name, body: NewRef, if_none_match: _IfNoneMat
     return reply(ref, status=201, etag=etag_of_ref(ref))
 
 
-@routes.add("PATCH", "/refs/{name:path}", scope=Scope.WRITE, returns=Ref, responses=_CHANGED)
+@routes.add("PATCH", "/refs/{name:path}", scope=Scope.WRITE, returns=Ref, responses=CHANGED)
 def move_ref(served: Chosen, name: Name, body: RefMove, if_match: IfMatch = None) -> Response:
-    """Point a branch or a tag at another state, if it still is what `If-Match` says."""
+    """Point a branch or a tag at another state, if its ETag is still that in `If-Match`."""
     uid = _resolve(served, body.rev)
     with _changing(served, name, if_match) as (session, ref):
         moved = refs.move(session, name, uid, expected=ref.state, reason="move (web)")
         if moved != replace(ref, state=uid, version=ref.version + 1):
             raise Conflict(f"{ref.kind} {name!r} changed meanwhile: look again, then move it")
+        refs.warn(session, moved)
     return reply(moved, etag=etag_of_ref(moved))
 
 
-@routes.add("DELETE", "/refs/{name:path}", scope=Scope.WRITE, returns=None, status=204, responses=_CHANGED)
+@routes.add("DELETE", "/refs/{name:path}", scope=Scope.WRITE, returns=None, status=204, responses=CHANGED)
 def delete_ref(served: Chosen, name: Name, if_match: IfMatch = None) -> Response:
-    """Delete a name, if it still is what `If-Match` says. The states and the reflog stay."""
+    """Delete a name, if its ETag is still that in `If-Match`. The states and the reflog stay."""
     with _changing(served, name, if_match) as (session, ref):
         deleted = refs.delete(session, name, reason="delete (web)")
         if deleted != ref:
@@ -106,27 +108,36 @@ def reflog(
 
 
 @contextmanager
-def _changing(served: Served, name: str, if_match: str | None) -> Iterator[tuple[Session, Ref]]:
-    """A transaction that changes a ref as it was seen; if another client was faster, the answer is 412.
+def changing(served: Served, what: str, if_match: str | None) -> Iterator[Session]:
+    """A transaction that changes something as it was seen; if another client was faster, the answer is 412.
 
-    On SQLite, whose writers queue, nothing comes between the read and the write. On PostgreSQL something may: the change compares the
-    state, and afterwards, when the row is ours, the whole ref is compared once more.
+    On SQLite, whose writers queue, nothing comes between the read and the write. On PostgreSQL something may: the change itself compares
+    again.
     """
     if if_match is None:
-        raise Refusal(428, "invalid-input", f"say which {name!r} is meant: send the ETag of GET as If-Match")
+        raise Refusal(428, "invalid-input", f"send the ETag of {what}, as it was read, as If-Match")
     try:
         with served.writing() as session:
-            ref = refs.get(session, name)
-            _compare(ref, if_match)
-            yield session, ref
+            yield session
     except Conflict as error:
         raise Refusal(412, error.kind, str(error)) from error
 
 
-def _compare(ref: Ref, if_match: str) -> None:
-    tag = etag_of_ref(ref)
-    if if_match.strip() != "*" and tag not in [each.strip() for each in if_match.split(",")]:
-        raise Conflict(f"{ref.kind} {ref.name!r} has the ETag {tag} by now, not {if_match[:50]}: look again")
+def check_match(what: str, etag: str, if_match: str | None) -> None:
+    """Raise unless ``If-Match`` has this tag.
+
+    :raises Conflict: the header has other tags.
+    """
+    if if_match is None or (if_match.strip() != "*" and etag not in [each.strip() for each in if_match.split(",")]):
+        raise Conflict(f"{what} has the ETag {etag} now, not {str(if_match)[:50]}: read it again, then change it")
+
+
+@contextmanager
+def _changing(served: Served, name: str, if_match: str | None) -> Iterator[tuple[Session, Ref]]:
+    with changing(served, repr(name), if_match) as session:
+        ref = refs.get(session, name)
+        check_match(f"{ref.kind} {name!r}", etag_of_ref(ref), if_match)
+        yield session, ref
 
 
 def _resolve(served: Served, rev: str) -> str:

@@ -14,7 +14,9 @@ from datastates.api.served import Chosen
 from datastates.errors import InvalidInput
 from datastates.lineage import lookup
 from datastates.lineage.search import revision
+from datastates.lineage.search.amended import metrics_version
 from datastates.lineage.search.axis import Axis
+from datastates.lineage.search.series import lost_parts
 from datastates.lineage.show.grouping import groups_of, runs_of
 
 __all__ = ["routes"]
@@ -52,8 +54,10 @@ def series(
         ids = [revision.resolve_id(session, one) for one in heads]
         groups = None if group is None else groups_of(session, group, runs_of(session, ids))
         uids = lookup.uids_of(session, ids)  # a lineage that is made anew has the same row ids again
-        is_fixed = x is not Axis.EPOCH  # metrics never change, attributes do
-        etag: str | bool = etag_of("series-1", uids, heads, keys, points, shape, x, groups) if is_fixed else True
+        is_fixed = x is not Axis.EPOCH  # which comes from attributes, and these change
+        lost = lost_parts(session, dict(zip(heads, ids, strict=True)))
+        known = uids, heads, keys, points, shape, x, groups, metrics_version(session), repr(lost)
+        etag: str | bool = etag_of("series-2", *known) if is_fixed else True
         if isinstance(etag, str) and is_known(request, etag):
             return Response(status_code=304, headers={"ETag": etag})
         found = served.curves.series(session, heads, ids, keys, points, axis=x, shape=shape, groups=groups)

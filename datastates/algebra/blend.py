@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -16,6 +16,7 @@ from datastates.content.geometry import dtype_of, rebuild
 from datastates.content.manifest import TensorSpec
 from datastates.content.tree import decode_skeleton, decode_values, unflatten
 from datastates.errors import Corrupt, InvalidInput, Unsupported
+from datastates.objects.model_state import FROZEN
 from datastates.objects.own_buffers import part_of
 from datastates.objects.report import Selection, write_tensor
 from datastates.opening.core import Core
@@ -76,7 +77,7 @@ class Blend:
             self._base = None if recipe.base is None else self._open(core, core.state(recipe.base))
             selection = Selection(recipe.only)
             is_carved = recipe.rest == "drop" and recipe.only is not None
-            self.carved = carve(self._parents[0].reader.manifest.content, selection.wants if is_carved else None)
+            self.carved = carve(self._parents[0].reader.manifest.content, _with_record(selection) if is_carved else None)
             self._combined = self._choose(selection)
             for other in [*self._parents[1:], *([] if self._base is None else [self._base])]:
                 self._check_fit(other, Selection(recipe.only))
@@ -189,6 +190,10 @@ class Blend:
                 "\n  ".join([f"state {other.state.uid[:10]} does not fit state {first.state.uid[:10]}:", *lines[:_SHOWN], *more])
                 + "\nmerge states of one model, or choose what both have with only=…"
             )
+
+
+def _with_record(selection: Selection) -> Callable[[str], bool]:
+    return lambda path: selection.wants(path) or path.split("/", 1)[0] == FROZEN
 
 
 def _aligned(flat: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -29,6 +29,7 @@ from datastates.lineage.search import walk
 from datastates.lineage.states import Run, State
 from datastates.objects.report import Selection
 from datastates.opening.core import Core
+from datastates.opening.missing import nearest_here
 from datastates.store.reading import read_flat, specs_of
 from datastates.system import masking
 
@@ -190,7 +191,8 @@ def _opened(core: Core, states: Sequence[State], stack: ExitStack) -> tuple[list
         try:
             readers.append(stack.enter_context(core.open_payload(state)))
         except Unavailable as error:
-            nearest = None if error.nearest is None else core.state(error.nearest)
+            with core.reading() as session:
+                nearest = nearest_here(core, session, state.parents[0]) if state.parents else None
             lacking.append(Lacking(state.uid, str(error), nearest))
     return readers, tuple(lacking)
 

@@ -251,7 +251,7 @@ def _make(core: Core, blend: Blend, *, into: str | None, message: str | None, at
     slots: list[int] = []
     try:
         with undisturbed():
-            slots += _acquire(host, len(lengths))
+            slots += _acquire(host, lengths)
         _fill(arena, slots, blend)
         chunks = tuple(Chunk(chunk_digest(arena.memory(slot, length)), length) for slot, length in zip(slots, lengths, strict=True))
         content = Content(blend.carved.skeleton, blend.carved.values, blend.carved.tensors, chunks)
@@ -268,15 +268,15 @@ def _make(core: Core, blend: Blend, *, into: str | None, message: str | None, at
     return state
 
 
-def _acquire(host: Host, count: int) -> list[int]:
+def _acquire(host: Host, lengths: Sequence[int]) -> list[int]:
     """Slots for the result. The parents are pinned meanwhile, so waiting must end if nothing is left that could make room."""
     while True:
-        slots = host.acquire(count, BackPressure.SKIP) if count else []
+        slots = host.acquire(lengths, BackPressure.SKIP) if lengths else []
         if slots is not None:
             return slots
         if not host.pending_writes:
             raise OverBudget(
-                f"the merged state takes {count} slots of {CHUNK_BYTES >> 20} MiB beside its parents, and they are not free: "
+                f"the merged state takes {sum(lengths)} bytes of memory next to its parents, and they are not free: "
                 "open the repository with more memory_bytes, or tag the parents, so that they are read from disk, and open it again"
             )
         host.drain()
@@ -287,7 +287,7 @@ def _fill(arena: Arena, slots: Sequence[int], blend: Blend) -> None:
         for shard, data in cut(spec, flat):
             _put(arena, slots, shard.start, data.numpy())
     for chunk, begin, end in gaps(blend.carved.specs, blend.carved.chunk_lengths):
-        arena.tensor(slots[chunk])[begin:end].zero_()  # a slot held another state before
+        arena.tensor(slots[chunk] + begin, end - begin).zero_()  # a slot held another state before
 
 
 def _put(arena: Arena, slots: Sequence[int], start: int, data: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
@@ -295,7 +295,7 @@ def _put(arena: Arena, slots: Sequence[int], start: int, data: np.ndarray[Any, n
     while done < len(data):
         chunk, offset = divmod(start + done, CHUNK_BYTES)
         count = min(len(data) - done, CHUNK_BYTES - offset)
-        np.copyto(np.frombuffer(arena.memory(slots[chunk]), np.uint8)[offset : offset + count], data[done : done + count])
+        np.copyto(np.frombuffer(arena.memory(slots[chunk] + offset, count), np.uint8), data[done : done + count])
         done += count
 
 

@@ -172,7 +172,8 @@ class Commits:
 
     def _announce(self, captures: Sequence[Staged]) -> None:
         whole = [staged for staged in captures if staged.line.part is None]  # the register announces parts, once their state is whole
-        self._post(*(Recorded(staged.progress.uid, staged.line.name, time.monotonic(), staged.taken()) for staged in whole))
+        now = time.monotonic()
+        self._post(*(Recorded(each.progress.uid, each.line.name, now, each.taken(), each is whole[-1]) for each in whole))
 
     # --- something was raised ----------------------------------------------------------------------------------------------------
 

@@ -6,11 +6,12 @@ Rules:
 - A line is one tracker on one branch. Its newest recorded state is its head.
 - ``pacing`` has the facts with which a line's policy is asked. It is asked at each capture, when time has passed, and when a write ended.
 - A state is *wanted* when it must become durable: its cadence says so, a tag names it, a caller waits for it, or it is a head when
-  the line closes. Wanted states are written one at a time, in the order in which they were wanted.
+  the line closes. Wanted states are written in the order in which they were wanted. Small ones are written in groups: as many as
+  are wanted when the writer is free, up to ``GROUP_BYTES`` and ``MOST_TOGETHER``. A state whose write failed is written alone.
 - A policy may keep what it picks near: such a state stays off the user's further tiers, until something else wants it.
-- The best so far by a metric that a training is told to keep stays in memory until it is durable, and is written before any other
-  state of its line. So wherever a crash puts the branch back to, its best is on disk. A state that is no longer the best is not
-  written for this reason.
+- The best so far stays in memory until it is durable, and is written before any other state of its line: by each metric that a
+  training is told to keep, or whose name has a direction. So wherever a crash puts the branch back to, its best is on disk. A state
+  that is no longer the best is not written for this reason.
 - A state that was cloned from a peer counts as the head of a line of its own, until it leaves memory. At closing it is written
   only if a ref names it.
 - A state may leave memory when it is durable, or when it is neither wanted, nor a head, nor named by a ref.
@@ -18,9 +19,10 @@ Rules:
   When neither is left, memory holds less than two states for each line. Then clones are written, whose room is free for
   good afterwards. After that the head of the capturing line gives way unwritten, if its cadence would not write it
   now and what the line wrote last is durable. Otherwise what is not durable is written, oldest first.
+- At most ``AT_A_TIME`` states are named to leave memory at a time, so that the work for a capture does not grow with the states held. If
+  these make too little room, the same event is handled again.
 - With ``memory_latest`` a state that may leave memory does so once that many newer ones of its line are recorded. When room is needed,
   the newest of each line leave after all others that may.
-- At most ``most_held`` states that may leave memory stay in it: even states that share all their bytes cost something.
 - Waiting always ends: when writing has failed for everything that is held, the waiting capture is refused. A failed state is tried
   again for the sake of room ``RETRY_S`` later.
 
@@ -36,10 +38,14 @@ A disk that is full, away or stalled is a *trouble* that passes, unless the trai
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from itertools import islice
 
 from datastates.config import BackPressure
+from datastates.lineage.show.goals import named_direction
 from datastates.policy.rules import Best
 
 from .events import (
@@ -71,11 +77,17 @@ from .pacing import Pacing
 
 __all__ = ["Engine"]
 
-MOST_HELD = 1000
-"""The most states in memory: of a model that does not change, any number would fit."""
+AT_A_TIME = 8
+"""The most states that one action names to leave memory for room."""
 
 RETRY_S = 5.0
 """For how long, in seconds, a state that could not be written is not tried again only because room is needed."""
+
+GROUP_BYTES = 16 << 20
+"""The most bytes that states have that are written together."""
+
+MOST_TOGETHER = 256
+"""The most states that are written together."""
 
 FIRST_RETRY_S = 0.5
 """For how long nothing is tried after a failure that may pass; doubled after each further failure, up to ``LAST_RETRY_S``."""
@@ -85,10 +97,11 @@ LAST_RETRY_S = 15.0
 
 @dataclass(slots=True)
 class _Line:
-    """One line. ``is_safe``: the last write of one of its states succeeded."""
+    """One line. ``keeps_bests``: by each metric whose name has a direction. ``is_safe``: the last write of one of its states succeeded."""
 
     pacing: Pacing
     branch: str
+    keeps_bests: bool = False
     head: str | None = None
     is_safe: bool = False
     bests: dict[Best, tuple[float, str] | None] = field(default_factory=dict)
@@ -100,9 +113,13 @@ def _bests_of(line: _Line) -> list[str]:
 
 @dataclass(slots=True)
 class _Entry:
-    """A state in memory. ``is_near``: only a policy wants it, and that policy keeps it near."""
+    """A state in memory. ``number`` tells which came first. ``size`` None: it is written alone. ``is_near``: only a policy wants it,
+    and that policy keeps it near.
+    """
 
     line: str
+    number: int
+    size: int | None = None
     is_durable: bool = False
     is_near: bool = False
 
@@ -111,17 +128,21 @@ class _Entry:
 class Engine:
     """The state behind the decisions; owned by one runner, called under its lock."""
 
-    most_held: int = MOST_HELD
     memory_latest: int | None = None
     _lines: dict[str, _Line] = field(default_factory=dict)
     _entries: dict[str, _Entry] = field(default_factory=dict)
+    _began: int = 0
+    _loose: list[tuple[bool, int, str]] = field(default_factory=list)
+    """A heap of what may have become free to leave memory (``_rank``); what may not leave when it comes up is put in again later."""
+    _newest: dict[str, dict[str, None]] = field(default_factory=dict)
+    """With ``memory_latest``, the newest states of each line, as many as it should keep."""
     _queue: dict[str, None] = field(default_factory=dict)
-    _writing: str | None = None
+    _writing: tuple[str, ...] = ()
     _tagged: frozenset[str] = frozenset()
     _branches: dict[str, str] = field(default_factory=dict)
     _failed: dict[str, float] = field(default_factory=dict)
     _asked: set[str] = field(default_factory=set)
-    _adopted: set[str] = field(default_factory=set)
+    _adopted: dict[str, None] = field(default_factory=dict)
     _awaited: set[str] = field(default_factory=set)
     _ended: set[str] = field(default_factory=set)
     """Heads of closed lines, until they are durable."""
@@ -154,13 +175,14 @@ class Engine:
 
     def _handle(self, event: Event) -> list[Action]:
         match event:
-            case LineOpened(line, cadence, branch):
-                self._lines[line] = _Line(Pacing(cadence), branch)
+            case LineOpened(line, cadence, branch, size, keeps_bests):
+                self._lines[line] = _Line(Pacing(cadence, size), branch, keeps_bests)
             case BestKnown(line_name, bests):
-                self._lines[line_name].bests = dict(bests)
+                before, self._lines[line_name].bests = _bests_of(self._lines[line_name]), dict(bests)
+                self._loosen(*before)
             case Recorded():
                 self._on_recorded(event)
-                return [*self._next_write(), *self._drop_surplus()]
+                return [*self._next_write(), *self._drop_surplus()] if event.is_last else []
             case Adopted(uid):
                 self._on_adopted(uid)
             case Wanted(uid, is_near):
@@ -171,22 +193,27 @@ class Engine:
                 else:
                     self._asked.add(uid)  # not recorded yet
             case RefsChanged(tagged, branches):
+                left = {*self._tagged, *self._branches.values()}.difference(tagged, branches.values())
                 self._tagged, self._branches = tagged, dict(branches)
+                self._loosen(*left)
                 for uid in tagged:
-                    self._want(uid)
-            case Written(uid, began, ended, further_s):
-                self._on_write_ended(uid, failed_at=None)
+                    if uid in self._entries or uid in self._near:
+                        self._want(uid)
+            case Written(uids, began, ended):
+                for uid in uids:
+                    self._on_write_ended(uid, failed_at=None)
                 if began is not None and ended is not None:
-                    paced = self._learn(uid, began, ended, further_s)
+                    paced = self._learn(event, began, ended)
                     return [*self._next_write(), *paced]
             case Withdrawn(uid):
                 self._on_withdrawn(uid)
-            case WriteFailed(uid, now, is_passing):
-                self._on_write_ended(uid, failed_at=now)
+            case WriteFailed(uids, now, is_passing):
+                for uid in uids:
+                    self._on_write_ended(uid, failed_at=now)
                 if is_passing:
-                    self._rest(uid, now)
+                    self._rest(uids, now)
             case Stalled(is_stalled):
-                self._is_stalled = is_stalled and self._writing is not None
+                self._is_stalled = is_stalled and bool(self._writing)
             case Retry():
                 self._is_resting = False
             case RoomNeeded():
@@ -201,8 +228,13 @@ class Engine:
 
     def forget(self, uid: str) -> None:
         """Forget a state that has left memory."""
-        self._entries.pop(uid, None)
-        self._adopted.discard(uid)
+        entry = self._entries.pop(uid, None)
+        newest = None if entry is None else self._newest.get(entry.line)
+        if entry is not None and newest is not None:
+            newest.pop(uid, None)
+            if not newest:
+                del self._newest[entry.line]
+        self._adopted.pop(uid, None)
         self._awaited.discard(uid)
         self._ended.discard(uid)
         self._queue.pop(uid, None)
@@ -212,7 +244,7 @@ class Engine:
         """Why a state must stay in memory for now; None if it need not. ``is_captured``: a capture of this process made it."""
         if is_captured and uid not in self._entries:
             return "it is being recorded: try again in a moment"
-        if uid == self._writing or uid in self._queue or uid in self._asked:
+        if uid in self._writing or uid in self._queue or uid in self._asked:
             return "it is on its way to disk: try again in a moment"
         if uid in {line.head for line in self._lines.values()}:
             return "a training of this process stands there: end that, or drop an older state"
@@ -220,16 +252,16 @@ class Engine:
 
     def unwritten_clones(self) -> list[str]:
         """Clones that are not durable, the oldest first."""
-        return [uid for uid, entry in self._entries.items() if uid in self._adopted and not entry.is_durable]
+        return [uid for uid in self._adopted if self._is_in_memory_only(uid)]
 
     @property
     def pending_writes(self) -> int:
         """How many states are being written or are waiting to be written."""
-        return len(self._queue) + (self._writing is not None)
+        return len(self._queue) + len(self._writing)
 
     def unwritten(self) -> list[str]:
         """The states that are being written or are waiting to be written, the most urgent first."""
-        return sorted([*([] if self._writing is None else [self._writing]), *self._queue], key=self._urgency())
+        return sorted([*self._writing, *self._queue], key=self._urgency())
 
     @property
     def is_stalled(self) -> bool:
@@ -257,19 +289,24 @@ class Engine:
         if uid in self._entries:
             return  # this event came before
         line = self._lines.get(event.line)
-        self._entries[uid] = _Entry(event.line)
+        self._enter(uid, event.line, event.taken.size)
         if line is None:  # its tracker ended while the state waited for parts of other ranks
             self._ended.add(uid)
             self._want(uid)
             return
+        before = [line.head, self._branches.get(line.branch), *_bests_of(line)]
         line.head = uid
+        if line.keeps_bests:
+            known = {rule.key for rule in line.bests}
+            line.bests |= {Best(key): None for key in event.taken.metrics if key not in known and named_direction(key) is not None}
         for rule, best in line.bests.items():
             if rule.is_better(event.taken.metrics.get(rule.key, math.nan), None if best is None else best[0]):
                 line.bests[rule] = event.taken.metrics[rule.key], uid
         if line.branch in self._branches:
             self._branches[line.branch] = uid  # its former head is free now, before the refs are next read
-        if line.pacing.is_due_at_capture(event.taken, event.now, is_writing=self._is_writing):
+        if line.pacing.is_due_at_capture(event.taken, event.now, waiting=self.pending_writes):
             self._want(uid, is_near=line.pacing.keeps_near)
+        self._loosen(*before)
         if uid in self._asked:
             self._asked.remove(uid)
             self._want(uid)
@@ -277,14 +314,14 @@ class Engine:
     def _on_adopted(self, uid: str) -> None:
         if uid in self._entries:
             return
-        self._entries[uid] = _Entry(uid)
-        self._adopted.add(uid)
+        self._enter(uid, uid)
+        self._adopted[uid] = None
         if uid in self._asked:
             self._asked.remove(uid)
             self._want(uid)
 
     def _on_write_ended(self, uid: str, *, failed_at: float | None) -> None:
-        self._writing, self._is_stalled = None, False
+        self._writing, self._is_stalled = tuple(each for each in self._writing if each != uid), False
         if failed_at is None:
             self._retry_at, self._is_resting = None, False
             self._tries.clear()
@@ -298,6 +335,7 @@ class Engine:
             self._failed.clear()  # there is room again, or whatever the trouble was has passed
         else:
             self._failed[uid] = failed_at
+        self._loosen(uid)
         line = self._lines.get(entry.line)
         if line is not None:
             line.is_safe = failed_at is None
@@ -310,25 +348,31 @@ class Engine:
         if uid in self._tagged:  # a user named it meanwhile
             self._want(uid)
 
-    def _rest(self, uid: str, now: float) -> None:
-        """Keep a state wanted whose write failed, and try nothing for a while."""
-        if uid in self._entries:
-            self._queue = {uid: None, **self._queue}
-            self._tries[uid] = self._tries.get(uid, 0) + 1
+    def _rest(self, uids: tuple[str, ...], now: float) -> None:
+        """Keep states wanted whose write failed, and try nothing for a while."""
+        left = [uid for uid in uids if uid in self._entries]
+        self._queue = {**dict.fromkeys(left), **self._queue}
+        self._tries.update((uid, self._tries.get(uid, 0) + 1) for uid in left)
         self._retry_s = FIRST_RETRY_S if self._retry_at is None else min(2 * self._retry_s, LAST_RETRY_S)
         self._retry_at, self._is_resting, self._is_behind = now + self._retry_s, True, True
 
     def _heads(self) -> set[str | None]:
         return {*(line.head for line in self._lines.values()), *self._adopted}
 
-    def _learn(self, uid: str, began: float, ended: float, further_s: float | None) -> list[Action]:
+    def _learn(self, write: Written, began: float, ended: float) -> list[Action]:
         """Tell the lines what a write cost the trainings meanwhile, and want the states that are due now that it has ended."""
-        entry = self._entries.get(uid)
-        own = None if entry is None else entry.line
+        own = Counter(entry.line for uid in write.uids if (entry := self._entries.get(uid)) is not None)
         paced: list[Action] = []
         for name, line in self._lines.items():
-            has_changed = line.pacing.wrote(began, ended, is_own=name == own, further_s=further_s)
-            if name == own and line.pacing.costs is not None:
+            has_changed = line.pacing.wrote(
+                *(began, ended),
+                is_own=name in own,
+                states=max(1, own[name]),
+                size=write.size * own[name] // len(write.uids),
+                cpu_s=None if write.cpu_s is None else write.cpu_s * own[name] / len(write.uids),
+                further_s=write.further_s,
+            )
+            if name in own and line.pacing.costs is not None:
                 paced.append(Paced(name, line.pacing.costs, line.pacing.choice, has_changed))
             if line.pacing.policy.is_computed:
                 self._want_if_due(line, ended)
@@ -336,16 +380,16 @@ class Engine:
 
     @property
     def _is_writing(self) -> bool:
-        return self._writing is not None or bool(self._queue)
+        return bool(self._writing or self._queue)
 
     def _want_if_due(self, line: _Line, now: float) -> None:
         """Want the head of a line if it is due, after time has passed or a write ended."""
         head = line.head
-        if head is not None and self._is_in_memory_only(head) and line.pacing.is_due_now(now, is_writing=self._is_writing):
+        if head is not None and self._is_in_memory_only(head) and line.pacing.is_due_now(now, waiting=self.pending_writes):
             self._want(head, is_near=line.pacing.keeps_near)
 
     def _next_due(self, line: _Line) -> float | None:
-        return line.pacing.next_due(is_writing=self._is_writing)
+        return line.pacing.next_due(waiting=self.pending_writes)
 
     def _is_in_memory_only(self, uid: str) -> bool:
         entry = self._entries.get(uid)
@@ -354,7 +398,7 @@ class Engine:
     def _want(self, uid: str, *, is_near: bool = False) -> None:
         entry = self._entries.get(uid)
         line = None if entry is None else self._lines.get(entry.line)
-        if line is not None and self._is_in_memory_only(uid) and uid != self._writing:
+        if line is not None and self._is_in_memory_only(uid) and uid not in self._writing:
             for best in _bests_of(line):  # a crash may put the branch back to this state: its best must be on disk by then
                 self._want_alone(best, is_near=is_near)
         self._want_alone(uid, is_near=is_near)
@@ -362,12 +406,12 @@ class Engine:
     def _want_alone(self, uid: str, *, is_near: bool = False) -> None:
         entry = self._entries.get(uid)
         if entry is not None:
-            is_wanted = uid in self._queue or uid == self._writing
+            is_wanted = uid in self._queue or uid in self._writing
             entry.is_near = is_near and (entry.is_near or not is_wanted)
         if uid in self._near and not is_near:
             del self._near[uid]
             self._onward.append(uid)
-        if self._is_in_memory_only(uid) and uid != self._writing:
+        if self._is_in_memory_only(uid) and uid not in self._writing:
             self._queue.setdefault(uid)
 
     def _on_closing(self, line_name: str | None) -> None:
@@ -384,18 +428,22 @@ class Engine:
 
     def _next_write(self) -> list[Action]:
         self._is_behind = self._is_behind and bool(self._queue)
-        if self._writing is not None or not self._queue or self._is_resting:
+        if self._writing or not self._queue or self._is_resting:
             return []
-        uid = self._most_urgent() if self._is_behind else next(iter(self._queue))
-        del self._queue[uid]
-        self._writing = uid
-        entry = self._entries.get(uid)
-        return [Write(uid, entry is not None and entry.is_near)]
-
-    def _most_urgent(self) -> str:
-        """The most urgent of the states that were tried least: one state that cannot be written must not block the others."""
         urgency = self._urgency()
-        return min(self._queue, key=lambda uid: (self._tries.get(uid, 0), urgency(uid)))
+        # One state that cannot be written must not block the others.
+        ready = sorted(self._queue, key=lambda uid: (self._tries.get(uid, 0), urgency(uid))) if self._is_behind else self._queue
+        group, total = list[str](), 0
+        for uid in ready:
+            size = None if self._tries.get(uid) or uid not in self._entries else self._entries[uid].size
+            total += GROUP_BYTES if size is None else size
+            if group and (total > GROUP_BYTES or len(group) == MOST_TOGETHER):
+                break
+            group.append(uid)
+        for uid in group:
+            del self._queue[uid]
+        self._writing = tuple(group)
+        return [Write(self._writing, frozenset(uid for uid in group if uid in self._entries and self._entries[uid].is_near))]
 
     def _urgency(self) -> Callable[[str], int]:
         """A sort key for the urgency of writing a state; the lowest is the most urgent."""
@@ -404,63 +452,92 @@ class Engine:
         return lambda uid: next((rank for rank, kind in enumerate(kinds) if uid in kind), len(kinds))
 
     def _held(self) -> set[str | None]:
-        return {*self._heads(), *self._tagged, *self._branches.values(), *self._bests()}
+        """What lines and branches keep in memory; see ``_is_held``."""
+        return {*(line.head for line in self._lines.values()), *self._branches.values(), *self._bests()}
+
+    def _is_held(self, uid: str, held: set[str | None]) -> bool:
+        return uid in held or uid in self._tagged or uid in self._adopted
 
     def _bests(self) -> list[str]:
         return [uid for line in self._lines.values() for uid in _bests_of(line)]
 
-    def _drop_surplus(self) -> list[Action]:
-        if self.memory_latest is None and len(self._entries) <= self.most_held:
-            return []
-        newest, free = self._newest(), self._free(self._held())
-        surplus = free[: max(0, len(free) - self.most_held)]
+    def _enter(self, uid: str, line: str, size: int | None = None) -> None:
+        self._began += 1
+        self._entries[uid] = _Entry(line, self._began, size)
         if self.memory_latest is not None:
-            surplus = list(dict.fromkeys([*surplus, *(uid for uid in free if uid not in newest)]))
-        return [Evict(tuple(surplus), None)] if surplus else []
+            newest = self._newest.setdefault(line, {})
+            newest[uid] = None
+            if len(newest) > self.memory_latest:
+                oldest = next(iter(newest))
+                del newest[oldest]
+                self._loosen(oldest)
+
+    def _rank(self, uid: str) -> tuple[bool, int, str] | None:
+        """The order in which states should leave memory: oldest first, and last of all those that lines keep; None: it has left."""
+        entry = self._entries.get(uid)
+        return None if entry is None else (uid in self._newest.get(entry.line, ()), entry.number, uid)
+
+    def _loosen(self, *uids: str | None) -> None:
+        """Note that something no longer keeps these states in memory."""
+        for uid in uids:
+            rank = None if uid is None else self._rank(uid)
+            if rank is not None:
+                heappush(self._loose, rank)
 
     def _free(self, held: set[str | None]) -> list[str]:
-        """The states that may leave memory, in the order in which they should: oldest first, and last of all those that lines keep."""
-        free = [uid for uid, entry in self._entries.items() if self._may_leave(uid, entry, held)]
-        return sorted(free, key=self._newest().__contains__)
+        """The first states that may leave memory, in the order in which they should."""
+        if len(self._loose) > 2 * len(self._entries) + AT_A_TIME:  # most of it has left memory
+            self._loose = []
+            self._loosen(*self._entries)
+        found: dict[str, tuple[bool, int, str]] = {}
+        while self._loose and len(found) < AT_A_TIME:
+            rank = heappop(self._loose)
+            uid = rank[-1]
+            if rank == self._rank(uid) and self._may_leave(uid, self._entries[uid], held):
+                found[uid] = rank
+        for rank in found.values():
+            heappush(self._loose, rank)
+        return list(found)
 
-    def _newest(self) -> set[str]:
-        """The newest states of each line, as many as it should keep."""
+    def _drop_surplus(self) -> list[Action]:
         if self.memory_latest is None:
-            return set()
-        of: dict[str, list[str]] = {}
-        for uid, entry in self._entries.items():
-            of.setdefault(entry.line, []).append(uid)
-        return {uid for uids in of.values() for uid in uids[-self.memory_latest :]}
+            return []
+        surplus = tuple(uid for uid in self._free(self._held()) if uid not in self._newest.get(self._entries[uid].line, ()))
+        return [Evict(surplus, None)] if surplus else []
 
     def _make_room(self, event: RoomNeeded) -> list[Action]:
         held = self._held()
         free = self._free(held)
-        actions: list[Action] = [Evict(tuple(free), event.slots)] if free else []
+        actions: list[Action] = [Evict(tuple(free), event.lengths)] if free else []
         if not event.is_blocked:
             return actions
+        line = self._lines.get(event.line or "")
+        if line is not None and self._is_writing:
+            line.pacing.most_waiting = math.inf
         if event.back_pressure is BackPressure.DROP_OLDEST:
-            droppable = tuple(uid for uid in self._queue if uid not in held)
-            if droppable and not free:
-                del self._queue[droppable[0]]
-                actions += [GiveUp(droppable[:1]), Evict(droppable[:1], event.slots)]
+            droppable = next((uid for uid in self._queue if not self._is_held(uid, held)), None)
+            if droppable is not None and not free:
+                del self._queue[droppable]
+                self._loosen(droppable)
+                actions += [GiveUp((droppable,)), Evict((droppable,), event.lengths)]
         if actions or event.in_flight:
             return actions
         is_to_be_tried = not (self._is_writing or self._is_resting)  # nothing else will try again
         if self.is_in_trouble and not is_to_be_tried and event.back_pressure is not BackPressure.SKIP:
-            is_being_tried = self._writing is not None and not self._is_stalled
+            is_being_tried = bool(self._writing) and not self._is_stalled
             return [] if is_being_tried else self._give_way(event)
         return [] if self._is_writing_since(event.since) else self._squeeze(event)
 
     def _may_leave(self, uid: str, entry: _Entry, held: set[str | None]) -> bool:
-        if uid == self._writing:
+        if uid in self._writing:
             return False
         if entry.is_durable:
             return True
-        return uid not in self._queue and uid not in held
+        return uid not in self._queue and not self._is_held(uid, held)
 
     def _is_writing_since(self, since: float) -> bool:
         """Whether a write is wanted or under way that has not failed as far as a caller that has waited since then is concerned."""
-        return any(uid is not None and not self._has_failed(uid, since) for uid in (self._writing, *self._queue))
+        return any(not self._has_failed(uid, since) for uid in (*self._writing, *self._queue))
 
     def _has_failed(self, uid: str, since: float) -> bool:
         failed_at = self._failed.get(uid)
@@ -474,7 +551,7 @@ class Engine:
             return []
         line = None if event.line is None else self._lines.get(event.line)
         if line is not None and line.head is not None and self._may_give_way(line, line.head, event.now):
-            return [Evict((line.head,), event.slots)]
+            return [Evict((line.head,), event.lengths)]
         kept = [uid for uid, entry in self._entries.items() if not entry.is_durable]
         for uid in kept:
             if not self._has_failed(uid, event.since):
@@ -489,7 +566,12 @@ class Engine:
         """Drop states unwritten when nothing can be written, if the capture is patient; else refuse it."""
         line = None if event.line is None else self._lines.get(event.line)
         heads, bests = {*self._heads(), *self._ended, *self._branches.values()}, set(self._bests())
-        kept = [uid for uid, entry in self._entries.items() if not entry.is_durable and uid != self._writing]
+        special = {*heads, *bests, *self._tagged, *self._awaited, *self._writing}
+        plain = (uid for uid, entry in self._entries.items() if not entry.is_durable and uid not in special)
+        first = tuple(islice(plain, AT_A_TIME))
+        if event.is_patient and len(first) == AT_A_TIME:
+            return [GiveWay(first, event.lengths)]
+        kept = [uid for uid, entry in self._entries.items() if not entry.is_durable and uid not in self._writing]
         older = [uid for uid in kept if uid not in heads]
         own = [uid for uid in kept if line is not None and uid == line.head and not self._is_named_beside(uid, line)]
         named = [uid for uid in older if uid in self._tagged]
@@ -497,7 +579,7 @@ class Engine:
         others = sorted((uid for uid in older if uid not in self._tagged and uid not in bests), key=self._awaited.__contains__)
         leaving = (*others, *own, *best, *named)
         if leaving and event.is_patient:
-            return [GiveWay(leaving, event.slots)]
+            return [GiveWay(leaving, event.lengths)]
         return [Refuse(tuple(kept))] if kept else []
 
     def _is_named_beside(self, head: str, line: _Line) -> bool:
@@ -506,7 +588,7 @@ class Engine:
 
     def _may_give_way(self, line: _Line, head: str, now: float) -> bool:
         """Whether the capture that replaces a head may take its room, because no more is lost than a crash would cost."""
-        if not self._is_in_memory_only(head) or not line.is_safe or head in self._queue or head == self._writing:
+        if not self._is_in_memory_only(head) or not line.is_safe or head in self._queue or head in self._writing:
             return False
         if head in _bests_of(line) or self._is_named_beside(head, line):
             return False

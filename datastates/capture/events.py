@@ -42,21 +42,29 @@ _UNTOLD = Taken()
 
 @dataclass(frozen=True, slots=True)
 class LineOpened:
-    """A tracker begins on a branch."""
+    """A tracker begins on a branch. Its states have about ``size`` bytes.
+
+    ``keeps_bests``: the best so far by each metric whose name has a direction becomes durable like those of ``BestKnown``.
+    """
 
     line: str
     cadence: Policy
     branch: str = ""
+    size: int = 0
+    keeps_bests: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """A state of a line is in memory, digested and in the lineage; it is the line's head now."""
+    """A state of a line is in memory, digested and in the lineage; it is the line's head now. ``is_last``: no other state of its round
+    follows, so writing may begin.
+    """
 
     uid: str
     line: str
     now: float
     taken: Taken = _UNTOLD
+    is_last: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,14 +103,17 @@ class RefsChanged:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """A state is durable. ``began`` and ``ended`` are the times of its write, if policies should learn from it. ``further_s`` is how long
-    it lately took to put a state onto the further tiers.
+    """States that were written together are durable. ``began`` and ``ended`` are the times of the write, if policies should learn from it.
+    ``further_s`` is how long it lately took to put a state onto the further tiers. ``size`` is how many bytes the write added to the disk,
+    and ``cpu_s`` for how long it kept a processor busy.
     """
 
-    uid: str
+    uids: tuple[str, ...]
     began: float | None = None
     ended: float | None = None
     further_s: float | None = None
+    size: int = 0
+    cpu_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,9 +125,9 @@ class Withdrawn:
 
 @dataclass(frozen=True, slots=True)
 class WriteFailed:
-    """Writing a state failed. It is no longer wanted, unless the failure ``is_passing``."""
+    """Writing states failed. They are no longer wanted, unless the failure ``is_passing``."""
 
-    uid: str
+    uids: tuple[str, ...]
     now: float
     is_passing: bool = False
 
@@ -135,12 +146,13 @@ class Retry:
 
 @dataclass(frozen=True, slots=True)
 class RoomNeeded:
-    """``slots`` slots are needed. ``is_blocked``: a caller has waited for them ``since`` then, for a capture of ``line`` if that is given.
+    """Room is needed for chunks of these ``lengths``. ``is_blocked``: a caller has waited for it ``since`` then, for a capture of ``line``
+    if that is given.
 
     ``in_flight`` captures are not recorded yet. ``is_patient``: the training goes on when nothing can be written.
     """
 
-    slots: int
+    lengths: tuple[int, ...]
     is_blocked: bool
     back_pressure: BackPressure
     line: str | None = None
@@ -184,18 +196,18 @@ Event = (
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """Write this state to the local tier; ``is_near``: for now it stays off further tiers."""
+    """Write these states to the local tier together; those that are ``near`` stay off further tiers for now."""
 
-    uid: str
-    is_near: bool = False
+    uids: tuple[str, ...]
+    near: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
 class Evict:
-    """Drop these states from memory, in this order, until ``until`` slots are free; None: all of them."""
+    """Drop these states from memory, in this order, until chunks of the lengths ``until`` fit; None: all of them."""
 
     uids: tuple[str, ...]
-    until: int | None
+    until: tuple[int, ...] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,10 +219,11 @@ class GiveUp:
 
 @dataclass(frozen=True, slots=True)
 class GiveWay:
-    """Drop these states unwritten, in this order, until ``until`` slots are free: they cannot be written, and the training must go on."""
+    """Drop these states unwritten, in this order, until chunks of the lengths ``until`` fit: they cannot be written, and the training must
+    go on."""
 
     uids: tuple[str, ...]
-    until: int
+    until: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)

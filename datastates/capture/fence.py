@@ -62,23 +62,17 @@ class Fence:
     """Hooks on optimizers and modules that call ``wait`` before a change.
 
     ``wait`` runs on the thread that makes the change (for optimizer-in-backward that is autograd's). It must be cheap
-    when no copy is pending. On CUDA it makes the current stream wait, not the host. The next fence that is installed removes the hooks
-    of one that ``is_over``, because a tracker that is not closed may be dropped on any thread, at any moment.
+    when no copy is pending. On CUDA it makes the current stream wait, not the host. ``on_step`` is called before each step with the
+    optimizer. The next fence that is installed removes the hooks of one that ``is_over``, because a tracker that is not closed may be
+    dropped on any thread, at any moment.
     """
 
     def __init__(self, wait: Callable[[], None]) -> None:
         self._wait, self.is_over = wait, False
+        self.on_step: Callable[[object], None] = _nothing
         _fences.add(self)
         self._handles: dict[int, tuple[weakref.ref[object], list[_Handle]]] = {}
-        self._stepped: set[int] = set()
         self._counts: dict[int, int] = {}
-
-    def has_stepped(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether an optimizer, or one inside it, has taken a step since the last call."""
-        ids = {id(each) for each in with_inner(optimizer)}
-        has_stepped = not ids.isdisjoint(self._stepped)
-        self._stepped -= ids
-        return has_stepped
 
     def steps_of(self, optimizer: torch.optim.Optimizer) -> int:
         """How many steps an optimizer has begun since it was hooked, or since ``count_anew``; those of an optimizer inside it are not
@@ -114,13 +108,13 @@ class Fence:
             return [self._waiting(optimizer, name) for name in ("step", "load_state_dict", *own)]
         # Compiled steps call the hook untraced each time: tracing it would cause recompilation and a warning.
         on_step = torch.compiler.disable(self._on_step, reason=_UNTRACED)
-        hooks = [optimizer.register_step_pre_hook(on_step), optimizer.register_load_state_dict_pre_hook(self._on_load)]
+        hooks = [optimizer.register_step_pre_hook(on_step), optimizer.register_load_state_dict_pre_hook(self._on_call)]
         return [*hooks, *(self._waiting(optimizer, name) for name in own)]
 
     def _hooks_of_module(self, module: torch.nn.Module) -> list[_Handle]:
         if isinstance(module, torch.jit.ScriptModule):  # it takes no such hook
             return [self._waiting(module, "load_state_dict")]
-        return [module.register_load_state_dict_pre_hook(self._on_module_load)]
+        return [module.register_load_state_dict_pre_hook(self._on_call)]
 
     def _waiting(self, owner: object, name: str) -> _Handle:
         """Put a method that waits first in front of an object's own of that name, as torch's schedulers do."""
@@ -129,7 +123,6 @@ class Fence:
 
         @functools.wraps(function or method)
         def wait_first(self_: object, *args: object, **kwargs: object) -> object:
-            self._stepped.add(id(self_))
             if name == "step":
                 self._count(self_)
             self._wait()
@@ -158,9 +151,11 @@ class Fence:
         return Fence, (_nothing,)
 
     def _on_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        self._stepped.add(id(optimizer))
         self._count(optimizer)
-        if callable(closure := args[1] if len(args) > 1 else kwargs.get("closure")) and _asks_first(optimizer):
+        if callable(closure := args[1] if len(args) > 1 else kwargs.get("closure")) and type(optimizer).__module__.startswith(
+            "torch.optim."
+        ):
+            # A step of torch's own changes nothing before it has called its closure.
             waiting = self._after(closure)
             return ((args[0], waiting, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": waiting})
         self._wait()
@@ -168,6 +163,7 @@ class Fence:
 
     def _count(self, optimizer: object) -> None:
         self._counts[id(optimizer)] = self._counts.get(id(optimizer), 0) + 1
+        self.on_step(optimizer)
 
     def _after(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """A closure that waits after the step's own, which runs forward and backward: the copy overlaps them here too."""
@@ -185,17 +181,11 @@ class Fence:
 
         return wait_then
 
-    def _on_load(self, optimizer: torch.optim.Optimizer, state_dict: Any) -> None:
-        self._wait()
-
-    def _on_module_load(self, *args: Any) -> None:
-        self._wait()
-
-    def _on_call(self) -> None:
+    def _on_call(self, *_: object) -> None:
         self._wait()
 
     # A restore checks this: such a hook does not change what is loaded.
-    _on_load.only_waits = _on_module_load.only_waits = True  # type: ignore[attr-defined]
+    _on_call.only_waits = True  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,10 +207,5 @@ class _Method:
             self.members[self.name] = self.before
 
 
-def _asks_first(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a step changes nothing before it has called its closure, as is so for all of torch's own."""
-    return type(optimizer).__module__.startswith("torch.optim.")
-
-
-def _nothing() -> None:
+def _nothing(*_: object) -> None:
     pass

@@ -6,7 +6,7 @@ through its ``handle.Progress``, never the other way round. ``Host`` is the whol
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from datastates.config import BackPressure
@@ -31,10 +31,10 @@ class Slots(Protocol):
     """Room for states. Callable from any thread."""
 
     def acquire(
-        self, count: int, back_pressure: BackPressure, *, line: Line | None = None, within_s: float | None = None
+        self, lengths: Sequence[int], back_pressure: BackPressure, *, line: Line | None = None, within_s: float | None = None
     ) -> list[int] | None:
-        """Slots for a state; None if there is no room and the caller must not wait. They belong to the caller until a state takes them or
-        ``release`` gives them back.
+        """Slots for the chunks of a state; None if there is no room and the caller must not wait. They belong to the caller until a state
+        takes them or ``release`` gives them back.
 
         Blocks under ``wait`` and ``drop-oldest`` until memory is freed, for ``within_s`` at most. A capture names its ``line``. For a
         patient line, older states give way while nothing can be written; if none may, the result is None.
@@ -46,8 +46,8 @@ class Slots(Protocol):
         """Give back the slots of a state that did not come about, and wake callers that wait for room, even if there are no slots."""
 
     @property
-    def needed_slots(self) -> int:
-        """Slots that captures need to go on: for a state that is kept, one that is written and one that is captured."""
+    def needed_bytes(self) -> int:
+        """The memory that captures need to go on: for a state that is kept, one that is written and one that is captured."""
 
 
 class Capturing(Protocol):
@@ -63,8 +63,11 @@ class Capturing(Protocol):
     def begin_run(self, run: Run) -> None:
         """Note that a training was recorded as a run, which captures name from now on."""
 
-    def close_line(self, line: Line) -> None:
-        """End a tracker: what it captured is recorded, and its head will become durable. Does nothing if it has captured nothing."""
+    def close_line(self, line: Line, *, is_failing: bool = False) -> None:
+        """End a tracker: what it captured is recorded, and its head will become durable. Does nothing if it has captured nothing.
+
+        If ``is_failing``, it waits for parts of other ranks for 3 s at most: the failure of one rank usually ends all ranks.
+        """
 
     def line_of(self, uid: str) -> Line | None:
         """The line of a state in memory, from which another line starts."""

@@ -40,12 +40,14 @@ class Part:
 class Line:
     """One tracker on one branch. ``tip`` is the parent of the next capture; ``base`` is the last manifest on disk.
 
-    ``has_placed`` says whether ``base`` is a capture of this line; any other state may hold other bytes under the same digests. ``kin`` is
-    the line from which this one started, if it started from a state that was in memory only: whichever writes first, the other's first
-    write refers to it. ``run`` is the training in the lineage. ``is_patient``: the training goes on when its states cannot be written for
-    now. ``uids`` gives its captures their uids. ``costs`` are the costs of its captures and writes as far as they were measured, and
-    ``choice`` is what its policy chose by them. ``listeners`` are told of each state once it is recorded, on any thread; they return at
-    once and raise nothing. The engine thread owns the line while captures are in flight.
+    ``has_placed`` says whether ``base`` is a capture of this line; any other state may hold other bytes under the same
+    digests. ``kin`` is the line from which this one started, if it started from a state that was in memory only:
+    whichever writes first, the other's first write refers to it. ``run`` is the training in the lineage.
+    ``is_patient``: the training goes on when its states cannot be written for now. ``uids`` gives its captures their
+    uids. ``costs`` are the costs of its captures and writes as far as they were measured, and ``choice`` is what its
+    policy chose by them. ``keeps_bests``: the best by each metric whose name has a direction becomes durable. ``bound``
+    is the bound on the disk, as the end of a sentence. ``listeners`` are told of each state once it is recorded, on any
+    thread; they return at once and raise nothing. The engine thread owns the line while captures are in flight.
 
     With ``part`` it captures one rank's part of each state, and ``reduce`` says how the metrics of all ranks are combined. Its ``tip`` is
     then the newest whole state, and ``named`` is the state that it captured, or skipped, last, which the next part names as its parent.
@@ -65,6 +67,8 @@ class Line:
     uids: Uids = field(default_factory=Drawn, repr=False)
     costs: Costs | None = field(default=None, repr=False)
     choice: CadenceChoice | None = field(default=None, repr=False)
+    keeps_bests: bool = False
+    bound: str = ""
     listeners: list[Callable[[State], None]] = field(default_factory=list, repr=False)
     part: Part | None = None
     arrived: Sequence[int] = (0,)
@@ -140,7 +144,7 @@ class Staged:
 
     def taken(self) -> Taken:
         """The facts of this capture with which its training's policy is asked."""
-        return Taken(self.taken_at, self.held_s, self.facts.step, self.facts.metrics)
+        return Taken(self.taken_at, self.held_s, self.facts.step, self.facts.metrics, self.layout.bytes_total)
 
     @property
     def form(self) -> str:
@@ -150,4 +154,4 @@ class Staged:
     @property
     def held_bytes(self) -> int:
         """The memory that it takes until it is recorded."""
-        return self.layout.slot_bytes + memoryview(self.values).nbytes
+        return sum(self.layout.chunk_lengths) + memoryview(self.values).nbytes

@@ -76,13 +76,19 @@ class Pipeline:
         if work is not None and line.tip is not None and line.tip[0] == uid:
             line.tip = work.before
 
-    def write(self, uid: str) -> None:
-        """Make a state of the memory tier durable."""
-        line = self._register.line_of(uid)
-        writing = Writing(uid, None, is_of_base=False) if line is None else Writing(uid, line.related(), line.has_placed)
-        self._write.process(writing)
-        if line is not None and writing.manifest is not None:
-            line.placed(writing.manifest)
+    def write(self, uids: Sequence[str]) -> int:
+        """Make states of the memory tier durable: all of them, or none; returns how many bytes that added to the disk."""
+        lines = {uid: self._register.line_of(uid) for uid in uids}
+        group = [
+            Writing(uid, None, is_of_base=False) if line is None else Writing(uid, line.related(), line.has_placed)
+            for uid, line in lines.items()
+        ]
+        self._write.process(group)
+        for writing in group:
+            line = lines[writing.uid]
+            if line is not None and writing.manifest is not None:
+                line.placed(writing.manifest)
+        return sum(writing.size for writing in group)
 
     def _let_go(self, job: CopyJob) -> None:
         """Release what was held for a state in flight, now that the memory tier has it or never will."""

@@ -49,11 +49,6 @@ class Layout:
     bytes_total: int
     form: str = ""
 
-    @property
-    def slot_bytes(self) -> int:
-        """The bytes that the slots of a state take."""
-        return len(self.chunk_lengths) * CHUNK_BYTES
-
 
 @dataclass(slots=True)
 class Pieces:
@@ -143,11 +138,6 @@ class CopyPlan:
     def devices(self) -> tuple[torch.device, ...]:
         """The devices on which something lies."""
         return tuple(device for device in self.routes if device != HOST)
-
-    @property
-    def slot_count(self) -> int:
-        """The number of slots that a capture takes."""
-        return len(self.sizes)
 
     def refresh(self, flat: Flat) -> bool:
         """Point the plan at this capture's tensors; False when the layout changed and the plan must be compiled anew.

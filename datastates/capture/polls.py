@@ -86,10 +86,12 @@ class Polls:
 
 
 class Polling:
-    """Asks the lineage when it is time. ``look`` and ``delay`` belong to the engine thread."""
+    """Asks the lineage when it is time. ``look`` and ``delay`` belong to the engine thread. Parts that wait for those of other ranks for
+    longer than ``patience_s`` are given up; it may be set at any time.
+    """
 
     def __init__(self, journal: Journal, rounds: Rounds, patience_s: float) -> None:
-        self._journal, self._rounds, self._patience_s = journal, rounds, patience_s
+        self._journal, self._rounds, self.patience_s = journal, rounds, patience_s
         self._polls = Polls()
         self._ranks = self._seats = 1
         self._has_half = False
@@ -117,7 +119,7 @@ class Polling:
         if not self._is_wanted:
             self._polls.end()
         elif journal.has_news or (not has_told and not self._polls.delay(now)):
-            journal.ask(self._patience_s)
+            journal.ask(self.patience_s)
             self._polls.asked(time.monotonic(), is_awaiting=journal.is_awaiting)
         elif has_told or self._polls.is_off:
             self._polls.begin(now, is_awaiting=journal.is_awaiting)

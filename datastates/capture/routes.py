@@ -75,7 +75,7 @@ def placed(stretches: Iterable[tuple[int, torch.Tensor]], slots: Sequence[int], 
         while done < total:
             chunk, offset = divmod(start + done, CHUNK_BYTES)
             count = _together(chunk, offset, total - done, slots, arena)
-            at = slots[chunk] * CHUNK_BYTES + offset
+            at = slots[chunk] + offset
             targets.append(arena.flat[at : at + count])
             sources.append(flat if count == total else flat[done : done + count])
             done += count
@@ -84,7 +84,7 @@ def placed(stretches: Iterable[tuple[int, torch.Tensor]], slots: Sequence[int], 
 
 def _together(chunk: int, offset: int, length: int, slots: Sequence[int], arena: Arena) -> int:
     first, count = chunk, min(length, CHUNK_BYTES - offset)
-    while count < length and slots[chunk + 1] == slots[chunk] + 1 and arena.is_joint(slots[first], slots[chunk + 1]):
+    while count < length and slots[chunk + 1] == slots[chunk] + CHUNK_BYTES and arena.is_joint(slots[first], slots[chunk + 1]):
         chunk, count = chunk + 1, min(length, count + CHUNK_BYTES)
     return count
 

@@ -19,6 +19,7 @@ import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from datastates.config import BackPressure, Config
@@ -41,7 +42,7 @@ from datastates.transport.session.desk import Place
 
 from . import lookout
 from .commit import Coming, Commits
-from .engine import MOST_HELD, Engine
+from .engine import AT_A_TIME, Engine
 from .events import (
     Action,
     Adopted,
@@ -54,6 +55,7 @@ from .events import (
     LineOpened,
     Paced,
     PassOn,
+    RoomNeeded,
     Tick,
     Wanted,
     Withdrawn,
@@ -87,8 +89,8 @@ _logger = logging.getLogger(__name__)
 _SAY_AGAIN_S = 0.2
 """How often a caller that waits for writes is told how many are left, in seconds."""
 
-_LEAST_HELD = 64
-"""The number of states that share their bytes that may be held even if the budget is small."""
+_FAILING_S = 3.0
+"""How long a close after an error waits for parts of other ranks, in seconds."""
 
 
 class Runner:
@@ -110,7 +112,7 @@ class Runner:
         self._trouble = Trouble()
         self.recorder = Recorder(config.trace)
         self._lock, self._changed = Mutex(), Bell()
-        self._engine = Engine(min(MOST_HELD, max(arena.capacity, _LEAST_HELD)), config.memory_latest)
+        self._engine = Engine(config.memory_latest)
         self._paces = Paces(books.database)
         self._own = Own(config.modules, memory, self._changed.ring)
         self._copies = Copies(local, further, books.database, self._changed.ring, config.group_patience_s)
@@ -170,7 +172,7 @@ class Runner:
             self._polling.join(line.part.size)
             if line.part.rank:  # rank 0 decides which states become durable, except where each rank can decide by itself
                 cadence = cadence.counted() or Cadence(every=None, interval_s=None)
-        self._post(LineOpened(line.name, cadence, line.branch))
+        self._post(LineOpened(line.name, cadence, line.branch, size_bytes, line.keeps_bests))
 
     def know_best(self, line: Line, bests: Mapping[Best, tuple[float, str] | None]) -> None:
         """See ``Host.know_best``."""
@@ -181,25 +183,29 @@ class Runner:
         """See ``Host.begin_run``."""
         self._register.journal.begin(run)
 
-    def close_line(self, line: Line) -> None:
+    def close_line(self, line: Line, *, is_failing: bool = False) -> None:
         """End a tracker: its head becomes durable (``drain`` waits for that)."""
-        self.settle(line)
+        self._polling.patience_s = min(self._config.group_patience_s, _FAILING_S) if is_failing else self._config.group_patience_s
+        try:
+            self.settle(line)
+        finally:
+            self._polling.patience_s = self._config.group_patience_s
         self._post(Closing(line.name))
         self._paces.end(line)
         self._warmer.forget(line.name)
         self.snapshots.let_go()
 
     def acquire(
-        self, count: int, back_pressure: BackPressure, *, line: Line | None = None, within_s: float | None = None
+        self, lengths: Sequence[int], back_pressure: BackPressure, *, line: Line | None = None, within_s: float | None = None
     ) -> list[int] | None:
-        """Slots for a state; None if there is no room and the back-pressure is ``skip``.
+        """Slots for the chunks of a state; None if there is no room and the back-pressure is ``skip``.
 
         Blocks under ``wait`` and ``drop-oldest`` until memory is freed, but not longer than ``within_s``: then the result is None. After a
         capture, which names its ``line``, room for the next one of its size is made ahead.
 
         :raises OverBudget: the state could never fit, or nothing that is in its way can be written.
         """
-        return self._room.acquire(count, back_pressure, line=line, within_s=within_s)
+        return self._room.acquire(tuple(lengths), back_pressure, line=line, within_s=within_s)
 
     def release(self, slots: list[int]) -> None:
         """Give back slots of a capture that did not come about."""
@@ -370,9 +376,9 @@ class Runner:
         self._look_at_refs(is_forced=True)
 
     @property
-    def needed_slots(self) -> int:
-        """Slots that captures need to go on: for a state that is kept, one that is written and one that is captured."""
-        return self._room.needed_slots
+    def needed_bytes(self) -> int:
+        """The memory that captures need to go on: for a state that is kept, one that is written and one that is captured."""
+        return self._room.needed_bytes
 
     def unwritten_clones(self) -> list[str]:
         """Clones that are in memory and not durable, the oldest first."""
@@ -545,21 +551,25 @@ class Runner:
     def _post(self, *events: Event) -> list[Action]:
         done = []
         with self._lock:
-            for event in events:
+            for event in (left := [*events]):
                 actions = self._engine.handle(event)
                 for action in actions:
                     self._act(action)
                 done += actions
+                full = next((action for action in actions if isinstance(action, Evict | GiveWay) and len(action.uids) == AT_A_TIME), None)
+                if full is not None and isinstance(event, RoomNeeded) and not self._room.has(event.lengths):
+                    left.append(replace(event, is_blocked=isinstance(full, GiveWay)))  # more states may leave than were named
         self._paces.say()
         self._changed.ring()
         return done
 
     def _act(self, action: Action) -> None:
         match action:
-            case Write(uid, is_near):
-                self._register.journal.want(uid, is_near=is_near)
+            case Write(uids, near):
+                for uid in uids:
+                    self._register.journal.want(uid, is_near=uid in near)
                 self._tell_others()
-                self._writer.put(uid)
+                self._writer.put(uids)
             case Evict(uids, until):
                 self._evict(uids, until)
             case Paced():
@@ -577,7 +587,7 @@ class Runner:
         if self._register.journal.has_news:
             self._rounds.wake()
 
-    def _give_way(self, uids: tuple[str, ...], until: int) -> None:
+    def _give_way(self, uids: tuple[str, ...], until: tuple[int, ...]) -> None:
         for uid in uids:
             if self._room.has(until):
                 return
@@ -585,7 +595,7 @@ class Runner:
             self.recorder.count("evicted")
             self._register.leave(uid, f"state {uid} left memory, which was full, before it could be written: {self._trouble.why}")
 
-    def _evict(self, uids: tuple[str, ...], until: int | None) -> None:
+    def _evict(self, uids: tuple[str, ...], until: tuple[int, ...] | None) -> None:
         for uid in uids:
             if until is not None and self._room.has(until):
                 return

@@ -1,8 +1,9 @@
 """Ends cleanly at exit, on Ctrl-C, SIGTERM and SIGHUP, and after a drop without a close: what must become durable still does.
 
 Worker threads are daemons, so the interpreter runs exit handlers while they still work. SIGTERM and SIGHUP (the terminal is closed, the
-connection lost) are turned into ``SystemExit`` in the main thread, so that ``with`` blocks and exit handlers run. This happens only if
-nothing else handles them: what ``nohup`` ignores stays ignored.
+connection lost) are turned into ``SystemExit`` in the main thread, so that ``with`` blocks and exit handlers run. When the
+interpreter is ending already, repositories are closed and the signal then ends the process. This happens only if nothing else handles
+them: what ``nohup`` ignores stays ignored.
 
 An object may be collected on any thread, in the middle of anything. So its finalizer only hands the work over, and a thread does it.
 """
@@ -18,12 +19,13 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from types import FrameType
 from typing import Protocol
 
 from datastates.system.bell import Latch
 
-__all__ = ["close_at_exit", "end_later", "settle"]
+__all__ = ["close_at_exit", "end_later", "settle", "take_signals"]
 
 _logger = logging.getLogger(__name__)
 
@@ -84,7 +86,7 @@ def close_at_exit(closable: Closable, end: Callable[[], None]) -> None:
         _open.clear()
         _ends.clear()
         atexit.register(_close_all)
-    _take_signals()
+    take_signals()
     _open.add(closable)
     _ends.add(end)
     weakref.finalize(closable, end_later, end, os.getpid()).atexit = False
@@ -135,7 +137,8 @@ def _uncaught() -> BaseException | None:
     return None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)
 
 
-def _take_signals() -> None:
+def take_signals() -> None:
+    """Turn SIGTERM and SIGHUP into ``SystemExit`` from now on, if this is the main thread and nothing else handles them."""
     if threading.current_thread() is threading.main_thread():
         for number in _SIGNALS:
             if signal.getsignal(number) is signal.SIG_DFL:
@@ -145,4 +148,11 @@ def _take_signals() -> None:
 def _on_signal(number: int, frame: FrameType | None) -> None:
     global _exit_code
     _exit_code = 128 + number
-    raise SystemExit(_exit_code)
+    if threading.main_thread().is_alive():
+        raise SystemExit(_exit_code)
+    _close_all()  # the interpreter is ending, and nothing would catch the exception
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(AttributeError, OSError, ValueError):
+            stream.flush()
+    signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)

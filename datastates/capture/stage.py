@@ -22,8 +22,8 @@ from datastates.store.arena import Arena
 from .crossing import Crossings, Hold, copy, host_pairs
 from .edits import named
 from .job import CopyJob
-from .plan import CopyPlan
-from .routes import HOST, NOTHING, Pairs
+from .plan import CopyPlan, Pieces
+from .routes import HOST, NOTHING
 from .snapshots import Snapshots
 
 __all__ = ["CopyJob", "Stager"]
@@ -55,7 +55,7 @@ class Stager:
         """
         job.armed = job.plan.tripwire.arm()
         for chunk, first, last in job.plan.gaps:
-            self._arena.tensor(job.slots[chunk])[first:last].zero_()  # the slot may hold bytes of another state
+            self._arena.tensor(job.slots[chunk] + first, last - first).zero_()  # the slot may hold bytes of another state
         if job.plan.devices or job.numbers:
             self._crossings.begin(job, is_deferring=is_deferring)
             copy(host_pairs(job, self._arena, is_deferred=False))
@@ -65,7 +65,7 @@ class Stager:
                     _seal(job)  # no copy reads the training's tensors any more
             job.eager_done.set()
         elif job.plan.eager_bytes <= _INLINE_BYTES or torch.get_num_threads() == 1:
-            _copy_eager(job.plan, job.slots, self._arena)
+            _copy_pieces(job.plan, job.plan.eager, job.slots, self._arena)
             job.eager_done.set()
         self._crossings.put(job)
         job.eager_done.wait()
@@ -135,13 +135,14 @@ class Stager:
 
     def _copy_all(self, job: CopyJob) -> None:
         if not job.eager_done.is_set():
-            _copy_eager(job.plan, job.slots, self._arena)
+            _copy_pieces(job.plan, job.plan.eager, job.slots, self._arena)
             job.eager_done.set()
         if not job.crossings:
             self._arena.make_real(slot for slot, pieces in zip(job.slots, job.plan.eager, strict=True) if not pieces.sources)
-        # If everything is in host memory, the views are made here, to spare the training thread.
-        on_host = host_pairs(job, self._arena, is_deferred=True) if job.crossings else _pairs(job, self._arena)
-        copy(on_host)
+        if job.crossings:
+            copy(host_pairs(job, self._arena, is_deferred=True))
+        else:  # the views are made here, to spare the training thread
+            _copy_pieces(job.plan, job.plan.deferred, job.slots, self._arena)
         job.is_host_read.set()
         self._crossings.finish(job)
         self._check(job)
@@ -175,27 +176,17 @@ def _seal(job: CopyJob) -> list[int]:
         return job.versions
 
 
-def _pairs(job: CopyJob, arena: Arena) -> Pairs:
-    """The deferred copies of a state in host memory."""
+def _copy_pieces(plan: CopyPlan, chunks: Sequence[Pieces], slots: Sequence[int], arena: Arena) -> None:
+    """Copy these pieces of a state in host memory; a run of many small tensors takes one ``cat``, which needs no views."""
     targets: list[torch.Tensor] = []
     sources: list[torch.Tensor] = []
-    for chunk, pieces in enumerate(job.plan.deferred):
-        if pieces.sources:
-            targets += map(arena.pieces(job.slots[chunk], job.plan.sizes[chunk]).__getitem__, pieces.places)
-            sources += pieces.sources
-    return targets, sources
-
-
-def _copy_eager(plan: CopyPlan, slots: Sequence[int], arena: Arena) -> None:
-    """Copy from host memory what is not deferred; a chunk of many small tensors takes one ``cat``, which needs no views."""
-    targets: list[torch.Tensor] = []
-    sources: list[torch.Tensor] = []
-    for chunk, pieces in enumerate(plan.eager):
+    for chunk, pieces in enumerate(chunks):
         if not pieces.sources:
             continue
-        if 1 < len(pieces.sources) == len(plan.sizes[chunk]):
-            torch.cat(pieces.sources, out=arena.tensor(slots[chunk])[: plan.layout.chunk_lengths[chunk]])
+        sizes, first, last = plan.sizes[chunk], pieces.places[0], pieces.places[-1]
+        if 1 < len(pieces.sources) == last - first + 1:
+            torch.cat(pieces.sources, out=arena.tensor(slots[chunk] + sum(sizes[:first]), sum(sizes[first : last + 1])))
         else:
-            targets += map(arena.pieces(slots[chunk], plan.sizes[chunk]).__getitem__, pieces.places)
+            targets += map(arena.pieces(slots[chunk], sizes).__getitem__, pieces.places)
             sources += pieces.sources
     copy((targets, sources))

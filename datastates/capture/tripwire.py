@@ -101,8 +101,9 @@ class Tripwire:
         hit = {i for i, (old, new) in enumerate(zip(armed.versions, versions, strict=True)) if new != old}
         for group, sample in zip(self._groups, armed.samples, strict=True):
             before = (sample.cpu() if sample.device.type != "cpu" else sample).numpy()
-            words = arena.numpy().view(before.dtype).reshape(-1, CHUNK_BYTES // before.itemsize)
-            copied = np.concatenate([words[slots[chunk], part] for chunk, part in group.copies])
+            words = arena.numpy().view(before.dtype)
+            chunks = [words[slot // before.itemsize :] for slot in slots]
+            copied = np.concatenate([chunks[chunk][part] for chunk, part in group.copies])
             if copied.tobytes() != before.tobytes():
                 hit.update(group.members[np.nonzero(copied != before)[0]].tolist())
         return [*dict.fromkeys(self._paths[i] for i in sorted(hit))]

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from datastates.lineage.show.texts import plural
 from datastates.system.logs import event
 
 __all__ = ["CLOSING_S", "Trouble", "is_full"]
@@ -96,4 +97,4 @@ class Trouble:
 
     def _cost(self) -> str:
         left = f", {self._given_way} left it unwritten as it was full" if self._given_way else ""
-        return left + (f", {self._skipped} captures were not taken" if self._skipped else "")
+        return left + (f", {plural(self._skipped, 'capture')} skipped" if self._skipped else "")

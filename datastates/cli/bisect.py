@@ -172,4 +172,4 @@ def _say(shell: Shell, found: Bisection, question: str) -> None:
         for state in found.candidates:
             shell.write(state_text(state))
         shell.write(f"one of these {len(found.candidates)} is the first bad one by {question!r}: those before the last could not be judged")
-    shell.hint(f"{found.restores} states were tried")
+    shell.hint(f"states tried: {found.restores}")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from datastates.errors import InvalidInput, NotFound
+from datastates.lineage.show.texts import plural
 
 from .complete import ref_names
 from .shell import AsJson, Repo, Shell
@@ -112,6 +113,8 @@ def import_states(
 ) -> None:
     """Bring the states of a folder that `export` wrote into a repository, durable; those that no tag names get the tag import/UID.
 
+    A repository that does not exist is made.
+
     With --pattern, a folder of checkpoints of torch.save, safetensors, Hugging Face or torch.distributed.checkpoint becomes a branch.
 
     Nothing in them is executed. An import that was broken off goes on when the same command is given again.
@@ -121,14 +124,13 @@ def import_states(
         if digest is not None:
             raise InvalidInput("--digest belongs to a bundle: leave it out, or leave out --pattern")
         return _import_files(shell, folder, pattern, branch, dry_run=dry_run, skip_bad=skip_bad)
-    with shell.repository() as repository:
+    if not (folder / "lineage.json").is_file():
+        shell.hint("a folder of checkpoint files is imported with --pattern, such as --pattern 'step_{step}.pt'")
+        raise NotFound(f"{folder} holds no bundle: name a folder that `export` wrote")
+    with shell.repository(must_exist=False) as repository:
         from datastates.export.bundle import import_bundle
 
-        try:
-            done = import_bundle(repository, folder, digest=digest)
-        except NotFound:
-            shell.hint("a folder of checkpoint files is imported with --pattern, such as --pattern 'step_{step}.pt'")
-            raise
+        done = import_bundle(repository, folder, digest=digest)
         named = {ref.state for ref in repository.refs()}
         for state in done.states:
             if state.uid not in named:
@@ -141,7 +143,7 @@ def _import_files(shell: Shell, folder: Path, pattern: str, branch: str, *, dry_
 
     from .payload import counting
 
-    with shell.repository() as repository, counting(shell, "importing") as count:
+    with shell.repository(must_exist=dry_run) as repository, counting(shell, "importing") as count:
         done = import_files(repository, folder, pattern, branch=branch, dry_run=dry_run, skip_bad=skip_bad, on_progress=count)
     if shell.as_json:
         shell.write_json(
@@ -158,11 +160,11 @@ def _import_files(shell: Shell, folder: Path, pattern: str, branch: str, *, dry_
         shell.write(f"{name} was left out: {why}")
     known = f"; {len(done.known)} were there already" * bool(done.known)
     if not dry_run:
-        shell.write(f"{len(done.states)} states on branch {done.branch}{known}")
+        shell.write(f"{plural(len(done.states), 'state')} on branch {done.branch}{known}")
         return
     for source in done.waiting:
         shell.write(f"step {source.step}: {source.name} ({source.format})")
-    shell.write(f"{len(done.waiting)} files would become states of branch {done.branch}{known}")
+    shell.write(f"{plural(len(done.waiting), 'file')} would go to branch {done.branch}{known}")
 
 
 def _say(shell: Shell, done: Bundle, where: str, what: str) -> None:
@@ -181,5 +183,6 @@ def _say(shell: Shell, done: Bundle, where: str, what: str) -> None:
     from .render import size_text
 
     tags = f", tags {', '.join(ref.name for ref in done.tags)}" if done.tags else ""
-    shell.write(f"{len(done.states)} states {where}, {size_text(done.bytes_new)} {what}; {done.ancestors} ancestors without bytes{tags}")
+    said = f"{plural(len(done.states), 'state')} {where}, {size_text(done.bytes_new)} {what}"
+    shell.write(f"{said}; {plural(done.ancestors, 'ancestor')} without bytes{tags}")
     shell.write(f"its digest is {done.digest}")

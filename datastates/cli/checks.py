@@ -24,7 +24,7 @@ from datastates.store.naming import bytes_of_packs
 from datastates.transport.session.choice import has_system_ucx
 
 from .loopback import TRIED_BYTES, try_ucx
-from .render import size_text
+from .render import plural, size_text
 
 __all__ = ["Check", "Verdict", "examine", "interpreter"]
 
@@ -183,7 +183,7 @@ def _lineage(location: Location) -> Check:
             database.close()
     except DatastatesError as error:
         return Check("lineage", Verdict.FAILED, str(error))
-    return Check("lineage", Verdict.OK, f"{location}: {count} states, {names} branches and tags")
+    return Check("lineage", Verdict.OK, f"{location}: {plural(count, 'state')}, {plural(names, 'name')}")
 
 
 def _postgresql() -> Iterator[Check]:
@@ -258,6 +258,7 @@ def _retention(packs: Path, free: int) -> Check:
     """Which states stay on disk, for a training with the present environment."""
     from datastates.config import Config
     from datastates.policy.retention import retention_of
+    from datastates.upkeep.retention import budget
 
     try:
         policy = retention_of(Config.from_environment().retention)
@@ -267,7 +268,7 @@ def _retention(packs: Path, free: int) -> Check:
         said = "states that it keeps may fill the disk"
         return Check("retention", Verdict.WARN, f"{policy.text}: {said}", "give a bound, such as DATASTATES_RETENTION='all at-most:100G'")
     taken = bytes_of_packs(packs)
-    bound = policy.bound if isinstance(policy.bound, int) else max(taken, (free + taken) // 2)
+    bound = policy.bound if isinstance(policy.bound, int) else budget(max(taken, (free + taken) // 2), 0)
     said = f"states take {size_text(taken)}, and older ones are thinned beyond {size_text(bound)}"
     return Check("retention", Verdict.OK, f"{policy.text}: {said}")
 

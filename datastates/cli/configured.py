@@ -51,7 +51,9 @@ def show_config(
     if shell.as_json:
         return shell.write_json({"state": state.uid, "other": base.uid, "changes": found})
     shell.write(state_text(base), state_text(state), *_rows(found))
-    return None if found else shell.hint("both were configured alike")
+    if not found:
+        shell.hint("both were configured alike" if state.config else "nothing is recorded of the configuration of either")
+    return None
 
 
 def _say(shell: Shell, found: Configured) -> None:

@@ -25,6 +25,8 @@ EXAMPLES = {
     "reflog": "datastates reflog main",
     "tag": "datastates tag baseline main~3 --message 'before the new schedule'",
     "branch": "datastates branch second-try main@best:val_loss",
+    "rm": "datastates rm second-try --bytes --dry-run",
+    "annotate": "datastates annotate main --metric test_loss=0.31",
     "note": "datastates note main --message 'diverges *after* the warm-up'",
     "restore": "datastates restore main@best:val_loss --into weights.safetensors --only model",
     "export": "datastates export baseline --bundle baseline-bundle",

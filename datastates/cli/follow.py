@@ -77,7 +77,7 @@ def _arriving(database: Database, branch: str | None, limit: int) -> Iterator[li
 
 def _write(shell: Shell, database: Database, states: list[State], *, with_branch: bool) -> None:
     if shell.as_json or not states:
-        shell.write_lines(states)
+        shell.write_states(states)
         return
     from datastates.lineage.search import refs
     from datastates.lineage.show.origins import branches_of

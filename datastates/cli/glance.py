@@ -17,7 +17,7 @@ from datastates.lineage.show.branches import Branch, Branches, Life, Point
 from datastates.lineage.show.by_rank import ranks_of
 from datastates.lineage.show.colours import colour_of
 
-from .render import age_text, clean, facts_table, short, size_text, table, time_text
+from .render import age_text, clean, facts_table, plural, short, size_text, table, time_text
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -62,6 +62,7 @@ def branches_table(found: Branches, width: int, *, now: datetime | None = None) 
         _column("ended", [Text("" if item.ending is None else _unwell(item.ending)) for item in items], 6),
         _column("states", [Text(str(item.states)) for item in items], 8),
         _column("restorable", [Text(f"{item.restorable}, {item.durable} durable") for item in items], 9),
+        _column("lost", [Text("" if item.lost_step is None else f"to step {item.lost_step}", style="red") for item in items], 8),
         _column("new bytes", [Text(size_text(item.bytes)) for item in items], 10),
         _column("steps/s", [Text("" if item.steps_per_s is None else f"{item.steps_per_s:.3g}") for item in items], 10),
         _column("took", [Text(duration_text(item.took_s)) for item in items], 11),
@@ -79,7 +80,7 @@ def runs_table(found: Sequence[RunInfo], width: int, *, now: datetime | None = N
         _column("began", [Text(age_text(run.started_at, now)) for run in found], 1),
         _column("ran", [Text(_ran(run, now)) for run in found], 3),
         _column("host", [Text(clean(run.host)) for run in found], 2),
-        _column("process", [Text(str(run.pid)) for run in found], 5),
+        _column("process", [Text("imported" if run.is_imported else str(run.pid)) for run in found], 5),
         _column("user", [Text(clean(run.user)) for run in found], 6),
         _column("commit", [Text((run.git_commit or "")[:10] + ("*" if run.git_dirty else "")) for run in found], 4),
         _column("command", [Text(clean(" ".join(run.argv))) for run in found], 7),
@@ -93,10 +94,10 @@ def stats_table(found: Stats) -> Table:
     statuses = ", ".join(f"{number:,} {status}" for status, number in found.statuses.items())
     facts: list[tuple[str, object]] = [
         ("states", f"{found.states:,}" + (f": {statuses}" if statuses else "")),
-        ("names", f"{found.branches:,} branches, {found.tags:,} tags"),
+        ("names", f"{plural(found.branches, 'branch')}, {plural(found.tags, 'tag')}"),
         ("runs", f"{found.runs:,}"),
         ("packs", size_text(found.bytes_stored)),
-        *(("tier", f"{held.tier}, {held.node}: {held.replicas:,} replicas, {size_text(held.bytes)}") for held in found.tiers),
+        *(("tier", f"{held.tier}, {held.node}: {plural(held.replicas, 'replica')}, {size_text(held.bytes)}") for held in found.tiers),
         ("newest", "" if found.newest is None else f"{short(found.newest.uid)}, {age_text(found.newest.created_at)}"),
     ]
     ranks = ranks_of(key.key for key in found.metrics)
@@ -126,6 +127,7 @@ def rows_of(found: Branches) -> list[dict[str, object]]:
             "states": item.states,
             "restorable": item.restorable,
             "durable": item.durable,
+            "lost_step": item.lost_step,
             "bytes": item.bytes,
             "metric": found.metric,
             "last": item.last.value if item.last else None,

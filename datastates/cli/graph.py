@@ -14,7 +14,10 @@ from .styled import Text
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["log_lines", "write_lines"]
+__all__ = ["GONE", "log_lines", "write_lines"]
+
+GONE = "o"
+"""The node of a state that cannot be restored. That of a state that can be is ``*``."""
 
 _COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red")
 
@@ -26,10 +29,11 @@ def log_lines(states: Sequence[State], refs: Iterable[Ref], *, is_drawn: bool, i
     if not is_drawn:
         return [line for paragraph in texts for line in paragraph]
     lines: list[Text] = []
-    for drawn, paragraph in zip(draw(lanes(states)), texts, strict=True):
+    for state, drawn, paragraph in zip(states, draw(lanes(states)), texts, strict=True):
         width = max(len(drawn.node), len(drawn.rest)) + 1
         lines += map(_coloured, drawn.before)
-        lines.append(_coloured(drawn.node.ljust(width)).append(paragraph[0]))
+        node = drawn.node if state.status.is_restorable else drawn.node.replace("*", GONE)
+        lines.append(_coloured(node.ljust(width)).append(paragraph[0]))
         # The lines after a node come at once: what follows a merge stands beside the lanes that it opened.
         lines += map(_coloured, drawn.after)
         lines += [_coloured(drawn.rest.ljust(width)).append(line) for line in paragraph[1:]]
@@ -48,7 +52,7 @@ def write_lines(console: Console, lines: Iterable[Text]) -> None:
 def _coloured(prefix: str) -> Text:
     text = Text()
     for column, box in enumerate(prefix):
-        text.append(box, "" if box in " *" else _COLOURS[column // 2 % len(_COLOURS)])
+        text.append(box, "" if box in f" *{GONE}" else _COLOURS[column // 2 % len(_COLOURS)])
     return text
 
 

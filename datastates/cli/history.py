@@ -84,11 +84,13 @@ def log(
             _write_table(shell, session, shown, chosen=chosen, asked=_asked(session, sort), as_csv=as_csv)
         late = None if shell.as_json or as_csv else _late(session, shown)
     if shell.as_json:
-        shell.write_lines(shown)
+        shell.write_states(shown)
     elif not is_table:
-        from .graph import log_lines
+        from .graph import GONE, log_lines
 
         shell.write_cut(log_lines(shown, names, is_drawn=graph, is_short=oneline))
+        if graph and any(not state.status.is_restorable for state in shown):
+            shell.hint(f"{GONE} marks states that cannot be restored; `datastates restore REV --nearest` takes the nearest one that can")
     if not names:
         _say_empty(shell)
     elif len(shown) < len(states):
@@ -106,6 +108,8 @@ def show(
     """Show all that is known of one state."""
     from datastates.api.details import detail_of
     from datastates.lineage.search import revision, walk
+    from datastates.lineage.show.rows import kept_of
+    from datastates.lineage.show.texts import kept_text
     from datastates.store.naming import packs_of
 
     shell = Shell(context, repo, as_json)
@@ -113,10 +117,11 @@ def show(
         uid = revision.resolve(session, rev).uid
         known = detail_of(session, uid, packs_of(shell.location().packs, uid))
         parents, children = walk.states(session, known.parents), walk.states(session, known.children)
+        kept = None if known.run_record is None else kept_text(*kept_of(session, known.run_record.uid))
     if shell.as_json:
         shell.write_json(known)
     else:
-        shell.write(_facts(known, parents, children))
+        shell.write(_facts(known, parents, children, kept))
 
 
 def find(
@@ -158,7 +163,7 @@ def find(
             _write_table(shell, session, shown, chosen=chosen, asked=asked.fields, as_csv=as_csv)
         is_empty = not shown and _is_empty(session)
     if shell.as_json:
-        shell.write_lines(shown)
+        shell.write_states(shown)
     if len(shown) < len(states):
         shell.hint(_first(limit))
     elif is_empty:
@@ -281,7 +286,7 @@ def _merge(session: Session, heads: list[str], limit: int | None) -> list[State]
     return [state for _, state in order[:limit]]
 
 
-def _facts(state: StateDetail, parents: list[State], children: list[State]) -> Table:
+def _facts(state: StateDetail, parents: list[State], children: list[State], kept: str | None) -> Table:
     from datastates.lineage.show.by_rank import by_rank, spread_text
 
     from .incomplete import part_facts
@@ -302,6 +307,7 @@ def _facts(state: StateDetail, parents: list[State], children: list[State]) -> T
     facts += [("metric", f"{key} = {value:.9g}") for key, value in sorted(metrics.items())]
     facts += [("by rank", f"{key} = {spread_text(values, 9)}") for key, values in sorted(of_ranks.items())]
     facts += [("attribute", f"{key} = {value!r}") for key, value in sorted(state.attributes.items())]
+    facts += [("added", f"{each.reason}, {age_text(each.created_at)}") for each in state.added]
     facts += [("config", f"{key} = {value!r}") for key, value in sorted(state.config.items())]
     facts += [("parent", state_text(parent).append(kinds.get(parent.uid, ""))) for parent in parents]
     facts += [("child", state_text(child)) for child in children]
@@ -315,20 +321,24 @@ def _facts(state: StateDetail, parents: list[State], children: list[State]) -> T
         ]
     facts += [("pack", f"{pack.name}, {size_text(pack.bytes)}") for pack in state.packs]
     if state.run_record is not None:
-        facts += _run_facts(state.run_record, short(state.run_record.uid))
+        facts += [*_run_facts(state.run_record, short(state.run_record.uid)), ("kept", kept)]
     return facts_table(facts)
 
 
 def _run_facts(run: Run, name: str) -> list[tuple[str, object]]:
+    from datastates.lineage.states import GIT_REMOTE, GIT_ROOT
+
     from .render import time_text
 
-    ended = "still going, or never said goodbye" if run.finished_at is None else f"until {time_text(run.finished_at)}"
+    ended = "no end is recorded" if run.finished_at is None else f"until {time_text(run.finished_at)}"
     commit = None if run.git_commit is None else run.git_commit[:12] + (" with changes" if run.git_dirty else "")
     versions = ", ".join(f"{package} {version}" for package, version in sorted(run.versions.items()))
+    where = f"{run.host}, {'imported' if run.is_imported else f'process {run.pid}'}"
     return [
-        ("run", f"{name}{f' of branch {run.branch}' * bool(run.branch)} by {run.user} on {run.host}, process {run.pid}"),
+        ("run", f"{name}{f' of branch {run.branch}' * bool(run.branch)} by {run.user} on {where}"),
         ("ran", f"{time_text(run.started_at)}, {ended}"),
         ("command", " ".join(run.argv)),
         ("commit", commit),
+        ("checkout", " of ".join(str(run.config[key]) for key in (GIT_ROOT, GIT_REMOTE) if key in run.config) or None),
         ("versions", versions),
     ]

@@ -1,4 +1,4 @@
-"""``note``: what people write about states and branches."""
+"""``note`` and ``annotate``: what people write about states and branches, and metrics that they add to states."""
 
 from __future__ import annotations
 
@@ -32,8 +32,37 @@ Author = Annotated[str | None, typer.Option("--author", metavar="WHO", help="Who
 
 
 def register(app: typer.Typer) -> None:
-    """Add the command."""
+    """Add the commands."""
     app.command()(note)
+    app.command()(annotate)
+
+
+def annotate(
+    context: typer.Context,
+    rev: Annotated[str, typer.Argument(metavar="REV", help="The state: uid, name, main~3, …", autocompletion=ref_names)],
+    metric: Annotated[list[str], typer.Option("--metric", "-m", metavar="KEY=NUMBER", help="A metric to add; may be repeated.")],
+    replace: Annotated[bool, typer.Option("--replace", help="Change metrics that the state has; the log keeps the old values.")] = False,
+    author: Author = None,
+    repo: Repo = None,
+    as_json: AsJson = False,
+) -> None:
+    """Add metrics to a state that was captured before; `show` says who added them."""
+    shell = Shell(context, repo, as_json)
+    metrics = dict(map(_metric, metric))
+    with shell.repository() as repository:
+        state = repository.annotate(rev, metrics=metrics, replace=replace, author=author)
+    if shell.as_json:
+        shell.write_json(state)
+    else:
+        shell.write(f"state {state.uid[:10]} has {', '.join(f'{key} = {state.metrics[key]:.9g}' for key in metrics)}")
+
+
+def _metric(text: str) -> tuple[str, float]:
+    key, _, number = text.rpartition("=")
+    try:
+        return key, float(number)
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is no metric: write KEY=NUMBER, such as val_loss=0.3", param_hint="--metric") from None
 
 
 def note(
@@ -107,8 +136,9 @@ def _edit(shell: Shell, uid: str, text: str) -> None:
     from datastates.lineage.change import notes
 
     with shell.writing() as session:
-        changed = notes.edit(session, uid, text)
-    _say(shell, changed, f"note {changed.uid} is changed")
+        before = notes.get(session, uid)
+        changed = notes.edit(session, uid, text, seen=before)
+    _say(shell, changed, f"note {changed.uid} is changed; it read: {before.text.splitlines()[0][:60]}")
 
 
 def _delete(shell: Shell, uid: str) -> None:
@@ -116,7 +146,7 @@ def _delete(shell: Shell, uid: str) -> None:
 
     with shell.writing() as session:
         gone = notes.remove(session, uid)
-    _say(shell, gone, f"note {gone.uid} is deleted; it said: {gone.text.splitlines()[0][:60]}")
+    _say(shell, gone, f"note {gone.uid} is deleted; it read: {gone.text.splitlines()[0][:60]}")
 
 
 def _say(shell: Shell, note: Note, text: str) -> None:

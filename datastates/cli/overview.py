@@ -174,17 +174,13 @@ def watch(
     as_json: AsJson = False,
 ) -> None:
     """Show the branches while they are trained; Ctrl-C ends it. In a pipe they are written again whenever something changed."""
-    from datastates.opening.home import look_at
-
     shell = Shell(context, repo, as_json)
-    home = look_at(shell.location())
-    with shell.database() as database:
 
-        def look() -> Branches:
-            with database.read() as session:
-                return _ask((session, home), query, rising, metric=metric, sort=sort, group=group, limit=limit or None)
+    def look() -> Branches:
+        with _looking(shell) as where:
+            return _ask(where, query, rising, metric=metric, sort=sort, group=group, limit=limit or None)
 
-        _watch(shell, look, every, times)
+    _watch(shell, look, every, times)
 
 
 def _watch(shell: Shell, look: Callable[[], Branches], every_s: float, times: int) -> None:

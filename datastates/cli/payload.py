@@ -39,6 +39,7 @@ def restore(
             "--only", metavar="PATTERN", help="Only these objects or tensors: model, 'model/*.weight'; may be repeated.", show_default=False
         ),
     ] = None,
+    nearest: Annotated[bool, typer.Option("--nearest", help="If its bytes are gone, take the nearest state by steps.")] = False,
     force: Annotated[bool, typer.Option("--force", "-f", help="Replace files that are there.")] = False,
     repo: Repo = None,
     as_json: AsJson = False,
@@ -53,7 +54,7 @@ def restore(
     with shell.repository() as repository:
         from datastates.export.tensors import export, plan_export
 
-        state = repository.state(rev)
+        state = repository.core.state(rev, nearest=nearest)
         tree = repository.load(state.uid, only=only or None)
         plan = plan_export(tree, state, into)
         taken = [str(path) for path in plan if path.exists()]

@@ -1,4 +1,4 @@
-"""``tag``, ``branch``, ``refs`` and ``reflog``: the names of states."""
+"""``tag``, ``branch``, ``rm``, ``refs`` and ``reflog``: the names of states."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import typer
 from datastates.errors import NotFound
 
 from .complete import branch_names, ref_names, tag_names
+from .exits import EXIT_CODES
 from .shell import AsJson, Limit, Repo, Shell
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ BranchName = Annotated[
 ]
 Delete = Annotated[bool, typer.Option("--delete", "-d", help="Forget the name; the states stay.")]
 Move = Annotated[bool, typer.Option("--move", help="Point a name that exists at REV.")]
+Rename = Annotated[bool, typer.Option("--rename", "-m", help="Give branch NAME the name REV; its history stays.")]
 Expected = Annotated[
     str | None,
     typer.Option(
@@ -43,6 +45,7 @@ def register(app: typer.Typer) -> None:
     """Add the commands."""
     app.command()(tag)
     app.command()(branch)
+    app.command()(rm)
     app.command("refs")(list_refs)
     app.command()(reflog)
 
@@ -58,7 +61,7 @@ def tag(
     repo: Repo = None,
     as_json: AsJson = False,
 ) -> None:
-    """List the tags; make, move or delete one."""
+    """List the tags; make, move or delete one. A tag of a state whose bytes are gone is made, with a warning and exit code 7."""
     from datastates.lineage.states import RefKind
 
     _change(Shell(context, repo, as_json), RefKind.TAG, name, rev, message, delete=delete, move=move, expected=expected)
@@ -70,14 +73,42 @@ def branch(
     rev: Rev = None,
     delete: Delete = False,
     move: Move = False,
+    rename: Rename = False,
     expected: Expected = None,
     repo: Repo = None,
     as_json: AsJson = False,
 ) -> None:
-    """List the branches; make, move or delete one."""
+    """List the branches; make, move, rename or delete one."""
     from datastates.lineage.states import RefKind
 
-    _change(Shell(context, repo, as_json), RefKind.BRANCH, name, rev, None, delete=delete, move=move, expected=expected)
+    shell = Shell(context, repo, as_json)
+    if not rename:
+        return _change(shell, RefKind.BRANCH, name, rev, None, delete=delete, move=move, expected=expected)
+    if name is None or rev is None or delete or move or expected:
+        raise typer.BadParameter("--rename takes the old name and the new one, and nothing else", param_hint="--rename")
+    with shell.repository() as repository:
+        renamed = repository.rename(name, rev)
+    return _say(shell, renamed, f"{renamed.kind} {name} is {renamed.name} now")
+
+
+def rm(
+    context: typer.Context,
+    name: Annotated[str, typer.Argument(metavar="NAME", help="The branch or the tag.", autocompletion=ref_names)],
+    with_bytes: Annotated[
+        bool, typer.Option("--bytes", help="Also drop the bytes of the states that only this name leads to; they stay in the lineage.")
+    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", "-n", help="Delete nothing; only say what --bytes would drop.")] = False,
+    repo: Repo = None,
+    as_json: AsJson = False,
+) -> None:
+    """Delete a branch or a tag; with --bytes, also free what only that name holds."""
+    from .room import show_pruned
+
+    shell = Shell(context, repo, as_json)
+    with shell.repository() as repository:
+        report = repository.delete_ref(name, bytes=with_bytes, dry_run=dry_run)
+    if report is not None:
+        show_pruned(shell, report)
 
 
 def list_refs(context: typer.Context, repo: Repo = None, as_json: AsJson = False) -> None:
@@ -154,7 +185,8 @@ def _make(shell: Shell, kind: RefKind, name: str, rev: str, message: str | None)
     with shell.writing() as session:
         state = revision.resolve(session, rev)
         made = refs.tag(session, name, state.uid, message=message) if kind is RefKind.TAG else refs.branch(session, name, state.uid)
-    _say(shell, made, f"{made.kind} {made.name} names {made.state[:10]} (step {state.step})")
+        is_gone = refs.warn(session, made)
+    _say(shell, made, f"{made.kind} {made.name} names {made.state[:10]} (step {state.step})", is_gone=is_gone)
 
 
 def _move(shell: Shell, kind: RefKind, name: str, rev: str, expected: str | None) -> None:
@@ -165,7 +197,8 @@ def _move(shell: Shell, kind: RefKind, name: str, rev: str, expected: str | None
         old = _get(session, kind, name)
         wanted = old.state if expected is None else revision.resolve(session, expected).uid
         moved = refs.move(session, name, revision.resolve(session, rev).uid, expected=wanted)
-    _say(shell, moved, f"{moved.kind} {moved.name} moved from {old.state[:10]} to {moved.state[:10]}")
+        is_gone = refs.warn(session, moved)
+    _say(shell, moved, f"{moved.kind} {moved.name} moved from {old.state[:10]} to {moved.state[:10]}", is_gone=is_gone)
 
 
 def _delete(shell: Shell, kind: RefKind, name: str) -> None:
@@ -186,8 +219,11 @@ def _get(session: Session, kind: RefKind, name: str) -> Ref:
     return found
 
 
-def _say(shell: Shell, ref: Ref, text: str) -> None:
+def _say(shell: Shell, ref: Ref, text: str, *, is_gone: bool = False) -> None:
+    """Write what was done. If the bytes of the state ``is_gone``, the command then ends with the exit code for that."""
     if shell.as_json:
         shell.write_json(ref)
     else:
         shell.write(text)
+    if is_gone:
+        raise typer.Exit(EXIT_CODES["unavailable"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from datastates.lineage.show.texts import age_text, clean, first_line, metrics_text, short, size_text, step_text, time_text
+from datastates.lineage.show.texts import age_text, clean, first_line, metrics_text, plural, short, size_text, step_text, time_text
 from datastates.lineage.states import Ref, RefEvent, RefKind, State, Status
 
 from .styled import Text
@@ -21,6 +21,7 @@ __all__ = [
     "events_table",
     "facts_table",
     "metrics_text",
+    "plural",
     "refs_table",
     "refs_text",
     "short",

@@ -7,7 +7,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from datastates.lineage.show.texts import plural
+
 from .complete import branch_names
+from .payload import counting
 from .shell import AsJson, Limit, Repo, Shell
 
 if TYPE_CHECKING:
@@ -16,7 +19,7 @@ if TYPE_CHECKING:
 
     from .tables import Table
 
-__all__ = ["register"]
+__all__ = ["register", "show_pruned"]
 
 _LISTED = 20
 
@@ -53,8 +56,8 @@ def du(
     from datastates.upkeep.usage import usage
 
     shell = Shell(context, repo, as_json)
-    with shell.repository() as repository:
-        found = usage(repository.core)
+    with shell.repository() as repository, counting(shell, "reading states") as count:
+        found = usage(repository.core, on_progress=count)
     states = sorted((use for use in found.states if use.branch == branch), key=lambda use: -use.step)
     if branch is not None and not states:
         raise NotFound(f"branch {branch!r} has no state of its own on disk: `datastates du` lists the branches that have some")
@@ -78,14 +81,9 @@ def prune(
     Whatever the policy says, these stay: what names lead to, the newest durable state of each branch, and where branches forked.
     """
     shell = Shell(context, repo, as_json)
-    with shell.repository() as repository:
-        report = repository.prune(keep, dry_run=dry_run)
-    if shell.as_json:
-        import msgspec
-
-        shell.write_json({**msgspec.to_builtins(report), "bytes_freed": report.bytes_freed})
-    else:
-        _show_pruned(shell, report)
+    with shell.repository() as repository, counting(shell, "pruning") as count:
+        report = repository.prune(keep, dry_run=dry_run, on_progress=count)
+    show_pruned(shell, report)
 
 
 def _show_branches(shell: Shell, found: Usage, limit: int) -> None:
@@ -97,7 +95,7 @@ def _show_branches(shell: Shell, found: Usage, limit: int) -> None:
     shell.write(made)
     if len(found.branches) > limit > 0:
         shell.hint(f"these are {limit} of {len(found.branches)}: -n 0 shows all")
-    shell.write(f"{len(found.states):,} states take {size_text(found.bytes)} on disk")
+    shell.write(f"{plural(len(found.states), 'state')}, {size_text(found.bytes)} on disk")
 
 
 def _show_states(shell: Shell, states: list[StateUse], limit: int) -> None:
@@ -120,7 +118,12 @@ def _table(name: str, number: str) -> Table:
     return Table([Column(name, is_flexible=True), *numbers])
 
 
-def _show_pruned(shell: Shell, report: Pruned) -> None:
+def show_pruned(shell: Shell, report: Pruned) -> None:
+    """Write what was dropped, or would be."""
+    if shell.as_json:
+        import msgspec
+
+        return shell.write_json({**msgspec.to_builtins(report), "bytes_freed": report.bytes_freed})
     from .render import short, size_text
 
     would = "would be dropped" if report.is_dry_run else "dropped"
@@ -131,4 +134,5 @@ def _show_pruned(shell: Shell, report: Pruned) -> None:
     for reason, count in Counter(report.kept).most_common(_LISTED):
         shell.write(f"{count:>8,} stay: {reason}")
     freed = f"{size_text(report.bytes_freed)} of {size_text(report.bytes_before)} freed"
-    shell.write(f"{len(report.dropped):,} states {would}, {freed}; kept: {report.policy}")
+    shell.write(f"{plural(len(report.dropped), 'state')} {would}, {freed}; kept: {report.policy}")
+    return None

@@ -33,7 +33,7 @@ _PEERS = "leave out what is for peers, or add a tcp:// address"
 _PAGE = "leave out what is for the page, or add an http:// address"
 _OF_CLONES = {
     "token_file": "the tokens of the page are in the file of --web-tokens",
-    "tls_cert": _TLS,
+    "tls_certificate": _TLS,
     "tls_key": _TLS,
     "writable": "--write lets the page write",
     "data": _PEERS,
@@ -120,8 +120,8 @@ def serve(
         Path | None,
         typer.Option("--token-file", metavar="FILE", help="tcp, ucx: holds the token (default: DATASTATES_TOKEN).", show_default=False),
     ] = None,
-    tls_cert: Annotated[
-        Path | None, typer.Option("--tls-cert", metavar="FILE", help="tcp, ucx: TLS, with this certificate.", show_default=False)
+    tls_certificate: Annotated[
+        Path | None, typer.Option("--tls-certificate", metavar="FILE", help="tcp, ucx: TLS, with this certificate.", show_default=False)
     ] = None,
     tls_key: Annotated[Path | None, typer.Option("--tls-key", metavar="FILE", help="tcp, ucx: its key.", show_default=False)] = None,
     writable: Annotated[bool, typer.Option("--writable", help="tcp, ucx: take states that peers push, and make them durable.")] = False,
@@ -140,8 +140,8 @@ def serve(
     shell = Shell(context, None, as_json)
     web_urls, clone_urls = _where(urls or [], host, port)
     _check_options(context, web_urls, clone_urls)
-    if tls_key is not None and tls_cert is None:
-        raise InvalidInput("--tls-key is of no use without --tls-cert: name the certificate too")
+    if tls_key is not None and tls_certificate is None:
+        raise InvalidInput("--tls-key is of no use without --tls-certificate: name the certificate too")
     web = WebOptions(web_tokens, write, allowed_host or (), prefix, cors or (), trusted_proxy or (), access_log, pictures)
     orderly()
     with _signals() as ended, opened(shell, context.ensure_object(Globals), repos or []) as repositories, ExitStack() as stack:
@@ -153,9 +153,11 @@ def serve(
         servers: list[tuple[Repository, Server]] = []
         for url in clone_urls:
             repository = _only(repositories, url)
-            server = _serve_clones(repository, url, token_file, tls_cert, tls_key, is_writable=writable, timeout_s=timeout, data=data)
+            server = _serve_clones(
+                repository, url, token_file, tls_certificate, tls_key, is_writable=writable, timeout_s=timeout, data=data
+            )
             servers.append((repository, stack.enter_context(server)))
-            _announce(shell, repository, server, has_tls=tls_cert is not None, is_writable=writable)
+            _announce(shell, repository, server, has_tls=tls_certificate is not None, is_writable=writable)
         sys.stdout.flush()
         with _status(shell) as show:
             _attend(servers, ended, show)
@@ -204,7 +206,7 @@ def _serve_clones(
     repository: Repository,
     url: str,
     token_file: Path | None,
-    tls_cert: Path | None,
+    tls_certificate: Path | None,
     tls_key: Path | None,
     *,
     is_writable: bool,
@@ -213,7 +215,7 @@ def _serve_clones(
 ) -> Server:
     from datastates.transport.contract import Tls
 
-    tls = None if tls_cert is None else Tls(certificate=tls_cert, key=tls_key)
+    tls = None if tls_certificate is None else Tls(certificate=tls_certificate, key=tls_key)
     return repository.serve(url, token_file=token_file, tls=tls, is_writable=is_writable, timeout_s=timeout_s, data=data)
 
 

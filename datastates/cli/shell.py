@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from sqlalchemy.orm import Session
 
     from datastates.lineage.database import Database
+    from datastates.lineage.states import State
     from datastates.opening.location import Location
     from datastates.repository import Repository
 
@@ -98,10 +99,16 @@ class Shell:
 
     @contextmanager
     def database(self) -> Iterator[Database]:
-        """The lineage, open; does not need torch."""
+        """The lineage, open; needs torch only if a lease is free, because then the states of dead processes are settled first."""
         from datastates.lineage.database import Database
+        from datastates.opening.lease import held_in
 
-        database = Database(self.location().database_url, create=False)
+        location = self.location()
+        if held_in(location.packs, is_held=False):
+            with self.repository() as repository:
+                yield repository.core.database
+            return
+        database = Database(location.database_url, create=False)
         try:
             yield database
         finally:
@@ -125,9 +132,9 @@ class Shell:
             tell_now(database, self.location().packs)
 
     @contextmanager
-    def repository(self) -> Iterator[Repository]:
-        """The whole repository, including payload: imports torch."""
-        location = self.location()
+    def repository(self, *, must_exist: bool = True) -> Iterator[Repository]:
+        """The whole repository, including payload: imports torch. Without ``must_exist``, a repository that is missing is made."""
+        location = self.location(must_exist=must_exist)
         from datastates.repository import open as open_repository
 
         orderly()
@@ -187,6 +194,12 @@ class Shell:
         """Write one object a line."""
         for value in values:
             self.write_json(value)
+
+    def write_states(self, states: Iterable[State]) -> None:
+        """Write one state a line; ``restorable`` tells whether some tier holds its bytes."""
+        import msgspec
+
+        self.write_lines({**msgspec.to_builtins(each, enc_hook=str), "restorable": each.status.is_restorable} for each in states)
 
 
 def is_terminal() -> bool:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from datastates.errors import InvalidInput
+from datastates.lineage.show.texts import plural
 
 from .complete import ref_names
 from .exits import EXIT_CODES
@@ -133,8 +134,8 @@ def _say_checked(shell: Shell, found: VerifyReport) -> None:
         shell.write(f"not read: {text}")
     for text in found.partial:
         shell.write(text)
-    said = f"{len(found.hurt)} of them are damaged" if found.damage else "every byte as it was written"
-    shell.write(f"{found.states} states, {size_text(found.bytes)} read: {said}")
+    said = f"{len(found.hurt)} damaged" if found.damage else "every byte as it was written"
+    shell.write(f"{plural(found.states, 'state')}, {size_text(found.bytes)} read: {said}")
     if found.mark is not None:
         shell.hint(f"to go on: datastates verify --since {found.mark}")
     return None
@@ -151,7 +152,7 @@ def _say(shell: Shell, done: GcReport) -> None:
         (done.temporaries, "files that a dead process left half written", done.bytes_temporaries),
     ):
         if count:
-            shell.write(f"  {count} {what}" + ("" if size is None else f": {size_text(size)}"))
+            shell.write(f"  {count}: {what}" + ("" if size is None else f", {size_text(size)}"))
     for text in done.left:
         shell.write(f"left: {text}")
 
@@ -180,9 +181,11 @@ def reindex(
 
         shell.write_json(msgspec.to_builtins(done))
         return
-    shell.write(f"lineage {done.lineage}: {done.states} states, {done.restorable} of them can be restored here")
-    shell.write(f"{done.branches} branches, {done.tags} tags, {done.notes} notes, {done.events} lines of reflogs")
-    shell.write(f"{done.clones} records of clones, {done.seals} seals, {done.variants} variants of studies")
+    shell.write(f"lineage {done.lineage}: {plural(done.states, 'state')}, {done.restorable} restorable here")
+    shell.write(
+        ", ".join([plural(done.branches, "branch"), plural(done.tags, "tag"), plural(done.notes, "note"), plural(done.events, "ref event")])
+    )
+    shell.write(", ".join([plural(done.clones, "clone"), plural(done.seals, "seal"), plural(done.variants, "variant")]))
     for text in done.lacking:
         shell.write(f"lacking: {text}")
     if done.replaced is not None:
@@ -231,7 +234,7 @@ def repair(
 
         shell.write_json(msgspec.to_builtins(done))
     else:
-        shell.write(f"{len(done.repaired)} states repaired, {len(done.hurt)} stay damaged")
+        shell.write(f"{plural(len(done.repaired), 'state')} repaired, {len(done.hurt)} still damaged")
         for uid in done.repaired:
             shell.write(f"state {uid}: every byte as it was")
         for each in done.hurt:

@@ -33,7 +33,7 @@ def make_room(
     *,
     party: str,
     relatives: Iterable[str] = (),
-    acquire: Callable[[int], Sequence[int] | None] | None = None,
+    acquire: Callable[[Sequence[int]], Sequence[int] | None] | None = None,
 ) -> StateSink:
     """Room for the chunks of a state in the repository's arena. May wait for room, as a capture does, unless ``acquire`` gets it.
 
@@ -46,8 +46,8 @@ def make_room(
         sound = clones.trusted(session, dict.fromkeys((*checked.manifest.origin.parents, *relatives)), party=party)
     engaged = core.engage()
 
-    def wait(count: int) -> Sequence[int] | None:
-        return engaged.host.acquire(count, BackPressure.WAIT)
+    def wait(lengths: Sequence[int]) -> Sequence[int] | None:
+        return engaged.host.acquire(lengths, BackPressure.WAIT)
 
     return StateSink(checked, engaged.memory, engaged.arena, acquire or wait, party=party, lender=core.tiers.durable, relatives=sound)
 
@@ -93,9 +93,10 @@ def land(
     host, run = engaged.host, engaged.run_uid
 
     def record(session: Session, new: NewState) -> State:
-        clones.import_ancestry(session, ancestry)
+        clones.import_ancestry(session, ancestry, came.runs)
         parts = [(part.digest, sum(chunk.length for chunk in part.content.chunks)) for part in sink.parts]
-        return clones.arrive(session, state, run=run, tier=new.tier, node=core.node, bytes_new=new.bytes_new, came=came, parts=parts)
+        bytes_new = new.bytes_new
+        return clones.arrive(session, state, run=run, tier=new.tier, node=core.node, bytes_new=bytes_new, came=came, parts=parts)
 
     with undisturbed():
         _check_on_disk(core, sink)

@@ -10,13 +10,14 @@ from contextlib import suppress
 
 from datastates.errors import Closed, Conflict, Dirty
 from datastates.lineage.change import clones
-from datastates.lineage.states import Ref, RefKind, State
+from datastates.lineage.states import Ref, RefKind, Run, State
 from datastates.objects.report import RestoreReport
 from datastates.opening.core import Core
 from datastates.system.logs import event
 from datastates.system.memory import available_memory_bytes
 from datastates.transport import loop
 from datastates.transport.clone.fetch import Fetched
+from datastates.transport.limits import LISTED_BYTES, Budget, Share
 from datastates.transport.session.session import Session
 from datastates.transport.sink import Sink
 from datastates.transport.wire.plane import surely
@@ -24,7 +25,7 @@ from datastates.transport.wire.plane import surely
 from . import arrivals
 from .landing import ObjectsSink, Shadows
 from .listing import PAGE, enter
-from .records import ref_of, states_of
+from .records import ref_of, runs_of, states_of
 from .sources import OpenState, Sources
 from .transfer import Move, Progress
 
@@ -107,8 +108,8 @@ class IntoObjects(Arrival):
 class IntoRepository(Arrival):
     """A repository's memory and lineage, with the ancestors that it lacks, and with ``tags`` on what comes if they are asked for."""
 
-    def __init__(self, opened: OpenState, core: Core, ancestry: Sequence[State], tags: Sequence[Ref]) -> None:
-        self._core, self._ancestry, self._tags = core, ancestry, tags
+    def __init__(self, opened: OpenState, core: Core, ancestry: Sequence[State], tags: Sequence[Ref], made_by: Mapping[str, Run]) -> None:
+        self._core, self._ancestry, self._tags, self._made_by = core, ancestry, tags, made_by
         relatives = [state.uid for state in ancestry[:10]]
         self._sink = self.sink = arrivals.make_room(core, opened.manifest, party=opened.source, relatives=relatives)
 
@@ -119,7 +120,7 @@ class IntoRepository(Arrival):
             is_same = clones.repository_uid(session) == opened.repository
             is_shared = is_same and bool(clones.known(session, [opened.state.uid]))  # else one of the two is a copy of the other
         if is_shared:
-            return cls(opened, core, [], [])
+            return cls(opened, core, [], [], {})
         coming = sources.listed(lambda session: _ancestry(session, core, opened.state, tags=tags), among=opened.urls)
         return cls(opened, core, *loop.run(coming))
 
@@ -131,7 +132,7 @@ class IntoRepository(Arrival):
             opened.state,
             ancestry=self._ancestry,
             tags=self._tags,
-            came=clones.Provenance(self._sink.party, opened.repository, sum(fetched.bytes_by_feed.values())),
+            came=clones.Provenance(self._sink.party, opened.repository, sum(fetched.bytes_by_feed.values()), self._made_by),
         )
         return state, None
 
@@ -186,22 +187,25 @@ class Pull(Move):
         return Pull(opened, self._arrival, timeout_s=sources.timeout_s, is_kept=self._is_kept)
 
 
-async def _ancestry(session: Session, core: Core, state: State, *, tags: bool) -> tuple[list[State], list[Ref]]:
-    """The ancestors that the repository lacks, newest first, down to where it has every parent; and the tags of all that come.
+async def _ancestry(session: Session, core: Core, state: State, *, tags: bool) -> tuple[list[State], list[Ref], dict[str, Run]]:
+    """The ancestors that the repository lacks, newest first, down to where it has every parent; the tags and the runs of all that come.
 
     A page of which it has every state is not the end: states that a merge brought in from elsewhere may be older than that.
     """
     coming: list[State] = []
     listed = {state.uid: state}
+    room = Share(Budget(2 * LISTED_BYTES))
+    made_by = runs_of((await session.log(state.uid, limit=1, after=None)).runs)
     after: str | None = state.uid
     while after is not None and await asyncio.to_thread(arrivals.lacks_parents, core, [state, *coming]):
-        page = await session.log(state.uid, limit=PAGE, after=after)
-        states = states_of(page.states, page.configs)
+        page = await session.log(state.uid, limit=PAGE, after=after, room=room)
+        states = states_of(page.states, page.runs)
+        made_by |= runs_of(page.runs)
         enter(listed, states)
         coming += await asyncio.to_thread(arrivals.missing_ancestry, core, states)
         after = page.next if states else None
     if not tags:
-        return coming, []
+        return coming, [], made_by
     uids = {state.uid, *(each.uid for each in coming)}
     found = [ref_of(record) for record in await session.refs()]
-    return coming, [ref for ref in found if ref.kind is RefKind.TAG and ref.state in uids]
+    return coming, [ref for ref in found if ref.kind is RefKind.TAG and ref.state in uids], made_by

@@ -14,7 +14,7 @@ from datastates.opening.core import Core
 from datastates.store.parts import refuse_parts
 from datastates.store.tier import Reader
 from datastates.transport.clone.fetch import Fetched
-from datastates.transport.protocol import Offer, StateRecord
+from datastates.transport.protocol import Offer, RunRecord, StateRecord
 from datastates.transport.session.session import Session
 
 from .listing import PAGE
@@ -66,8 +66,12 @@ class Push(Move):
     async def _offer(self, session: Session) -> Offer:
         ancestry = await self._unknown_there(session)
         refs = await asyncio.to_thread(self._tags_of, {self.state.uid, *(each.uid for each in ancestry)}) if self._tags else []
-        records, configs = records_of(ancestry)
-        return Offer(self._source.manifest, record_of(self.state), records, tuple(map(record_of_ref, refs)), configs)
+        state, records, made_by = await asyncio.to_thread(self._records, ancestry)
+        return Offer(self._source.manifest, state, records, tuple(map(record_of_ref, refs)), made_by)
+
+    def _records(self, ancestry: Sequence[State]) -> tuple[StateRecord, tuple[StateRecord, ...], tuple[RunRecord, ...]]:
+        with self._core.database.read() as session:
+            return record_of(session, self.state), *records_of(session, ancestry)
 
     async def _unknown_there(self, session: Session) -> list[State]:
         """The ancestors of the state, newest first, down to the first page behind which the peer knows every parent."""

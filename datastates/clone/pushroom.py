@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Sequence
 
 from datastates.config import BackPressure
-from datastates.content.manifest import CHUNK_BYTES
 from datastates.errors import OverBudget, Unavailable
 from datastates.opening.core import Core
 
@@ -16,7 +16,7 @@ _ASK_AGAIN_S = 0.05
 
 
 class PushRoom:
-    """The slots of one repository's arena that pushed states may have together, while they are on their way and until they are durable."""
+    """The bytes of one repository's arena that pushed states may have together, while they are on their way and until they are durable."""
 
     def __init__(self, core: Core, patience_s: float) -> None:
         self._core, self._patience_s = core, patience_s
@@ -27,16 +27,17 @@ class PushRoom:
         """Room for one state."""
         return Room(self)
 
-    def acquire(self, count: int) -> list[int]:
-        """Take ``count`` slots beside those that captures need. Waits at most ``patience_s`` for earlier pushes to be written.
+    def acquire(self, lengths: Sequence[int]) -> list[int]:
+        """Take slots for chunks of these lengths, besides what captures need. Waits at most ``patience_s`` for earlier pushes to be
+        written.
 
         :raises OverBudget: there are never so many.
         :raises Unavailable: there are not so many now.
         """
-        until = time.monotonic() + self._patience_s
-        if not (is_taken := self._take(count)):
+        until, size = time.monotonic() + self._patience_s, sum(lengths)
+        if not (is_taken := self._take(size)):
             self._write()
-        while not (is_taken or self._take(count)):
+        while not (is_taken or self._take(size)):
             if time.monotonic() > until:
                 raise Unavailable(
                     f"states that were pushed before take the memory that there is for them, and could not be written in "
@@ -44,33 +45,33 @@ class PushRoom:
                 )
             time.sleep(_ASK_AGAIN_S)
         try:
-            slots = self._core.host().acquire(count, BackPressure.WAIT, within_s=max(0.0, until - time.monotonic()))
+            slots = self._core.host().acquire(lengths, BackPressure.WAIT, within_s=max(0.0, until - time.monotonic()))
         except BaseException:
-            self.give(count)
+            self.give(size)
             raise
         if slots is None:
-            self.give(count)
-            raise Unavailable(f"no room for {count * CHUNK_BYTES >> 20} MiB could be made in {self._patience_s:g} s: push again later")
+            self.give(size)
+            raise Unavailable(f"no room for {size} bytes could be made in {self._patience_s:g} s: push again later")
         return slots
 
-    def give(self, count: int) -> None:
-        """Note that ``count`` slots are no longer on their way: they were given back, or belong to the memory tier now."""
+    def give(self, size: int) -> None:
+        """Note that so many bytes are no longer on their way: they were given back, or belong to the memory tier now."""
         with self._lock:
-            self._coming -= count
+            self._coming -= size
 
-    def _take(self, count: int) -> bool:
+    def _take(self, size: int) -> bool:
         engaged = self._core.engage()
         host, memory, arena = engaged.host, engaged.memory, engaged.arena
-        limit = arena.capacity - host.needed_slots
-        if count > limit:
+        limit = arena.capacity - host.needed_bytes
+        if size > limit:
             raise OverBudget(
-                f"a state of {count} slots of {CHUNK_BYTES >> 20} MiB is pushed here, where {limit} of {arena.capacity} are not needed "
-                "by the training: open the repository there with more memory_bytes"
+                f"a state of {size} bytes is pushed here, where {limit} of {arena.capacity} are not needed by the training: open the "
+                "repository there with more memory_bytes"
             )
-        here = memory.slots_of(host.unwritten_clones())
+        here = memory.bytes_of(host.unwritten_clones())
         with self._lock:
-            is_room = self._coming + here + count <= limit
-            self._coming += count if is_room else 0
+            is_room = self._coming + here + size <= limit
+            self._coming += size if is_room else 0
         return is_room
 
     def _write(self) -> None:
@@ -84,15 +85,15 @@ class Room:
 
     def __init__(self, room: PushRoom) -> None:
         self._room = room
-        self._count = 0
+        self._size = 0
 
-    def acquire(self, count: int) -> list[int]:
+    def acquire(self, lengths: Sequence[int]) -> list[int]:
         """The slots of the state (see ``PushRoom.acquire``)."""
-        slots = self._room.acquire(count)
-        self._count += count
+        slots = self._room.acquire(lengths)
+        self._size += sum(lengths)
         return slots
 
     def close(self) -> None:
         """Give up the room of a state that is here, or that does not come; idempotent."""
-        self._room.give(self._count)
-        self._count = 0
+        self._room.give(self._size)
+        self._size = 0

@@ -2,62 +2,61 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from datetime import UTC, datetime, timedelta
+from collections.abc import Iterable, Mapping
 from itertools import islice
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
+
+import msgspec
 
 from datastates.errors import PeerFault
-from datastates.lineage.states import Edge, EdgeKind, Ref, RefKind, State, Status, Value
-from datastates.transport.protocol import EdgeRecord, RefRecord, StateRecord
+from datastates.lineage.change import runs
+from datastates.lineage.schema import from_us, to_us
+from datastates.lineage.states import Edge, EdgeKind, Ref, RefKind, Run, State, Status, Value
+from datastates.transport.protocol import ARGUMENTS, EdgeRecord, RefRecord, RunRecord, StateRecord
 from datastates.values import MESSAGE_LENGTH, NAMES
 
-__all__ = ["record_of", "record_of_ref", "records_of", "ref_of", "state_of", "states_of"]
+if TYPE_CHECKING:
+    from sqlalchemy.orm import Session
+
+__all__ = ["record_of", "record_of_ref", "records_of", "ref_of", "runs_of", "state_of", "states_of"]
 
 _V = TypeVar("_V")
 
-_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
-
-Configs = tuple[dict[str, Value], ...]
-
-
-def records_of(states: Iterable[State]) -> tuple[tuple[StateRecord, ...], Configs]:
-    """A list of states in the form for a peer, and their configurations, each once."""
-    configs: list[dict[str, Value]] = []
-    places: dict[tuple[tuple[str, str], ...], int] = {}
-    seen: dict[int, int | None] = {}
-
-    def place_of(config: dict[str, Value]) -> int | None:
-        if not config:
-            return None
-        if id(config) not in seen:
-            key = tuple((name, repr(value)) for name, value in sorted(config.items()))
-            if key not in places:
-                places[key] = len(configs)
-                configs.append(config)
-            seen[id(config)] = places[key]
-        return seen[id(config)]
-
+def records_of(session: Session, states: Iterable[State]) -> tuple[tuple[StateRecord, ...], tuple[RunRecord, ...]]:
+    """A list of states in the form for a peer, and the runs that captured them, each once."""
     held = list(states)
-    return tuple(_record(state, place_of(state.config)) for state in held), tuple(configs)
+    made_by = runs.by_uids(session, {state.run for state in held if state.run is not None})
+    return tuple(map(_record, held)), tuple(map(_run_record, made_by))
 
 
-def states_of(records: Iterable[StateRecord], configs: Sequence[Mapping[str, Value]]) -> list[State]:
-    """The states in a peer's list.
+def states_of(records: Iterable[StateRecord], made_by: Iterable[RunRecord]) -> list[State]:
+    """The states in a peer's list, with the configurations of the runs that came with them.
 
     :raises PeerFault: as ``state_of``.
     """
-    shared = tuple(dict(config) for config in configs)
-    return [state_of(record, shared) for record in records]
+    configs = {run.uid: dict(run.config) for run in made_by}
+    return [state_of(record, configs) for record in records]
 
 
-def record_of(state: State) -> StateRecord:
-    """A single state in the form for a peer."""
-    return _record(state, state.config or None)
+def runs_of(records: Iterable[RunRecord]) -> dict[str, Run]:
+    """The runs that came with a peer's list, by uid.
+
+    :raises PeerFault: one has a time that does not exist.
+    """
+    try:
+        return {each.uid: _run_of(each) for each in records}
+    except OverflowError as exc:
+        raise PeerFault(f"the peer sent a run of a time that does not exist: {exc}") from exc
 
 
-def _record(state: State, config: dict[str, Value] | int | None) -> StateRecord:
+def record_of(session: Session, state: State) -> StateRecord:
+    """A single state in the form for a peer, with its run."""
+    (record,), made_by = records_of(session, [state])
+    return msgspec.structs.replace(record, run_record=next(iter(made_by), None))
+
+
+def _record(state: State) -> StateRecord:
     return StateRecord(
         uid=state.uid,
         digest=state.digest,
@@ -66,7 +65,7 @@ def _record(state: State, config: dict[str, Value] | int | None) -> StateRecord:
         metrics=_first(state.metrics),
         attributes=_first(state.attributes),
         message=_short(state.message),
-        created_at_us=(state.created_at - _EPOCH) // timedelta(microseconds=1),
+        created_at_us=to_us(state.created_at),
         status=state.status.value,
         parents=state.parents,
         edges=tuple(EdgeRecord(edge.parent, edge.kind.value, edge.weight) for edge in state.edges),
@@ -75,25 +74,60 @@ def _record(state: State, config: dict[str, Value] | int | None) -> StateRecord:
         bytes_total=state.bytes_total,
         bytes_new=state.bytes_new,
         world_size=state.world_size,
-        config=config,
+    )
+
+
+def _run_record(run: Run) -> RunRecord:
+    return RunRecord(
+        uid=run.uid,
+        host=run.host[:255],
+        user=run.user[:255],
+        argv=tuple(each[:MESSAGE_LENGTH] for each in run.argv[:ARGUMENTS]),
+        git_commit=run.git_commit,
+        git_dirty=run.git_dirty,
+        versions=run.versions,
+        started_at_us=to_us(run.started_at),
+        finished_at_us=None if run.finished_at is None else to_us(run.finished_at),
+        branch=run.branch,
+        config=run.chosen,
+    )
+
+
+def _run_of(record: RunRecord) -> Run:
+    return Run(
+        uid=record.uid,
+        host=record.host,
+        user=record.user,
+        pid=0,
+        argv=record.argv,
+        git_commit=record.git_commit,
+        git_dirty=record.git_dirty,
+        config=record.config,
+        versions=record.versions,
+        started_at=from_us(record.started_at_us),
+        finished_at=None if record.finished_at_us is None else from_us(record.finished_at_us),
+        branch=record.branch,
+        is_imported=True,
     )
 
 
 def _first(named: dict[str, _V]) -> dict[str, _V]:
-    """As many as travel: an earlier version took any number."""
+    """As many as travel. Metrics that were added later may be more."""
     return named if len(named) <= NAMES else dict(islice(named.items(), NAMES))
 
 
 def _short(message: str | None) -> str | None:
-    """As much as travels: an earlier version took any length."""
+    """As much as travels. An imported message may be longer."""
     return message if message is None or len(message) <= MESSAGE_LENGTH else f"{message[: MESSAGE_LENGTH - 1]}…"
 
 
-def state_of(record: StateRecord, configs: Configs = ()) -> State:
-    """The state in a peer's record, if it can be one; ``configs`` came with the list that contains it.
+def state_of(record: StateRecord, configs: Mapping[str, dict[str, Value]] | None = None) -> State:
+    """The state in a peer's record. ``configs`` are those of the runs that came with the list that contains it, by the run's uid.
 
-    :raises PeerFault: it has a status, a kind, a time or a configuration that does not exist.
+    :raises PeerFault: it has a status, a kind or a time that does not exist.
     """
+    if configs is None:
+        configs = {} if record.run_record is None else {record.run_record.uid: record.run_record.config}
     try:
         return State(
             uid=record.uid,
@@ -103,7 +137,7 @@ def state_of(record: StateRecord, configs: Configs = ()) -> State:
             metrics=record.metrics,
             attributes=record.attributes,
             message=record.message,
-            created_at=_EPOCH + timedelta(microseconds=record.created_at_us),
+            created_at=from_us(record.created_at_us),
             status=Status(record.status),
             parents=record.parents,
             edges=tuple(Edge(edge.parent, EdgeKind(edge.kind), edge.weight) for edge in record.edges),
@@ -112,16 +146,10 @@ def state_of(record: StateRecord, configs: Configs = ()) -> State:
             bytes_total=record.bytes_total,
             bytes_new=record.bytes_new,
             world_size=record.world_size,
-            config=_config_of(record, configs),
+            config=configs.get(record.run or "", {}),
         )
-    except (ValueError, OverflowError, IndexError) as exc:
+    except (ValueError, OverflowError) as exc:
         raise PeerFault(f"the peer's state {record.uid} is none that this version knows: {exc}") from exc
-
-
-def _config_of(record: StateRecord, configs: Configs) -> dict[str, Value]:
-    if isinstance(record.config, int):
-        return configs[record.config]
-    return record.config or {}
 
 
 def record_of_ref(ref: Ref) -> RefRecord:

@@ -34,7 +34,7 @@ from datastates.lineage.change import refs as lineage_refs
 from datastates.lineage.search import pages as search
 from datastates.lineage.search import revision, walk
 from datastates.lineage.search.names import check_names
-from datastates.lineage.states import Ref, State
+from datastates.lineage.states import Ref, Run, State
 from datastates.opening.core import Core
 from datastates.store.parts import refuse_parts
 from datastates.store.tier import Reader
@@ -50,7 +50,7 @@ from datastates.transport.wire.near import address_of
 from . import arrivals
 from .landing import StateSink, read_manifest
 from .pushroom import PushRoom, Room
-from .records import record_of, record_of_ref, records_of, ref_of, state_of, states_of
+from .records import record_of, record_of_ref, records_of, ref_of, runs_of, state_of, states_of
 
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
@@ -73,7 +73,7 @@ class StateSource:
 
     def __init__(self, reader: Reader, reopen: Callable[[], Reader] | None = None) -> None:
         self._reader, self._reopen = reader, reopen
-        self.manifest = digest.encode(msgspec.structs.replace(reader.manifest, packs=(), refs=()))
+        self.manifest = digest.encode(msgspec.structs.replace(reader.manifest, packs=(), refs=(), bytes_new=0))
         self.lengths = tuple(chunk.length for chunk in reader.manifest.content.chunks)
 
     async def chunk(self, index: int) -> Sequence[memoryview]:
@@ -145,21 +145,21 @@ class RepositoryStore:
         with self._asked() as session:
             check_names(session, query)
             page = search.find(session, query, after=after, limit=min(limit, _PAGE))
-        states, configs = records_of(page.states)
-        return StatePage(states, page.next, configs)
+            states, made_by = records_of(session, page.states)
+        return StatePage(states, page.next, made_by)
 
     def log(self, rev: str, limit: int, after: str | None) -> StatePage:
         """A page of a state and its ancestors, newest first."""
         limit = min(limit, _PAGE)
         with self._asked() as session:
             found = walk.log(session, revision.resolve(session, rev).uid, limit=limit + 1, after=after)
-        states, configs = records_of(found[:limit])
-        return StatePage(states, states[-1].uid if len(found) > limit else None, configs)
+            states, made_by = records_of(session, found[:limit])
+        return StatePage(states, states[-1].uid if len(found) > limit else None, made_by)
 
     def resolve(self, rev: str) -> StateRecord:
         """The state that a revision names."""
         with self._asked() as session:
-            return record_of(revision.resolve(session, rev))
+            return record_of(session, revision.resolve(session, rev))
 
     def open(self, uid: str) -> Source:
         """Pin a state: in memory if it is there, else on disk."""
@@ -208,9 +208,9 @@ class RepositoryStore:
         manifest = checked.manifest
         if (manifest.origin.uid, manifest.digest) != (offer.state.uid, offer.state.digest):
             raise InvalidInput(f"the manifest of the pushed state {offer.state.uid} is another state's: push again")
-        state, ancestry, tags = _told(offer)
+        state, ancestry, tags, made_by = _told(offer)
         with self._core.database.read() as session:
-            clones.check_arrival(session, state, ancestry, tags)
+            clones.check_arrival(session, state, ancestry, tags, made_by)
         room = self._room.share()
         relatives = [state.uid for state in offer.ancestry[:10]]
         try:
@@ -224,11 +224,12 @@ class RepositoryStore:
     def received(self, offer: Offer, sink: Sink) -> StateRecord:
         """Record the state that was pushed."""
         assert isinstance(sink, StateSink), "receive made it"
-        state, ancestry, tags = _told(offer)
-        came = clones.Provenance(_PUSHERS, "", sink.bytes_missing)
+        state, ancestry, tags, made_by = _told(offer)
+        came = clones.Provenance(_PUSHERS, "", sink.bytes_missing, made_by)
         state = arrivals.land(self._core, sink, state, ancestry=ancestry, tags=tags, came=came)
         self._rooms.pop(sink).close()
-        return record_of(state)
+        with self._core.reading() as session:
+            return record_of(session, state)
 
     def abandon(self, offer: Offer, sink: Sink) -> None:
         """Free the memory of a push that ended early."""
@@ -238,14 +239,16 @@ class RepositoryStore:
             room.close()
 
 
-def _told(offer: Offer) -> tuple[State, list[State], list[Ref]]:
-    """The state, ancestors and tags that a peer sends with a push.
+def _told(offer: Offer) -> tuple[State, list[State], list[Ref], dict[str, Run]]:
+    """The state, ancestors, tags and runs that a peer sends with a push.
 
     :raises PeerFault: they are impossible.
     """
     if len(offer.refs) > _TAGS:
         raise PeerFault(f"{len(offer.refs)} refs come with state {offer.state.uid}: at most {_TAGS} are taken")
-    return state_of(offer.state), states_of(offer.ancestry, offer.configs), [ref_of(ref) for ref in offer.refs if ref.kind == "tag"]
+    tags = [ref_of(ref) for ref in offer.refs if ref.kind == "tag"]
+    made_by = offer.runs if offer.state.run_record is None else (*offer.runs, offer.state.run_record)
+    return state_of(offer.state), states_of(offer.ancestry, offer.runs), tags, runs_of(made_by)
 
 
 @dataclass(frozen=True, slots=True)

@@ -93,6 +93,7 @@ class Sources:
         self.urls, self.timeout_s = urls, timeout_s
         self._token, self._tls, self._data = token, tls, data
         self._for_questions: dict[str, Session] = {}
+        self._repositories: dict[str, str] = {}
         self._all: set[Session] = set()
         self._pid = os.getpid()
         self.is_closed = False
@@ -112,12 +113,8 @@ class Sources:
         self._check_open()
         missing = [url for url in self.urls if not self._answers(url)]
         made = await asyncio.gather(*(self.connected(url) for url in missing), return_exceptions=True)
-        errors: list[BaseException] = []
-        for url, each in zip(missing, made, strict=True):
-            if isinstance(each, BaseException):
-                errors.append(each)
-            else:
-                self._for_questions[url] = each
+        errors = [error for each in made if (error := each if isinstance(each, BaseException) else each.error) is not None]
+        self._for_questions |= {url: each for url, each in zip(missing, made, strict=True) if isinstance(each, Session)}
         found = [(url, self._for_questions[url]) for url in self.urls if self._answers(url)]
         if not found:
             raise errors[0]
@@ -130,6 +127,10 @@ class Sources:
         self._check_open()
         session = await Session.connect(url, token=self._token, timeout_s=self.timeout_s, tls=self._tls, data=self._data)
         self._all = {session, *(each for each in self._all if each.is_open)}
+        served = session.identity.repository if session.identity is not None else ""
+        if self._repositories.setdefault(url, served) != served:
+            await session.close()
+            raise Disconnected(f"{url} is gone: another process serves repository {served[:10]} there now; connect again to use that one")
         if self.is_closed:  # meanwhile
             await session.close()
             self._check_open()

@@ -12,7 +12,7 @@ from datastates.errors import Corrupt, InvalidInput, Unavailable
 from datastates.values import RANKS
 
 from .geometry import dtype_of, is_dense, stored_bytes
-from .manifest import CHUNK_BYTES, Chunk, Content, Manifest, Origin, Shard, TensorSpec
+from .manifest import CHUNK_BYTES, STORED, Chunk, Content, Manifest, Origin, Shard, TensorSpec
 from .shards import MAX_CUT, covers, is_whole
 
 if TYPE_CHECKING:
@@ -113,8 +113,10 @@ def _check_places(manifest: Manifest) -> None:
     for index, (ref, chunk) in enumerate(zip(refs, chunks, strict=False)):
         if not 0 <= ref.pack < len(packs):
             raise _Contradiction(f"chunk {index} lies in pack {ref.pack} of {len(packs)}")
-        if not 0 <= ref.offset <= packs[ref.pack].size - chunk.length:
-            raise _Contradiction(f"chunk {index} lies outside its pack, at {ref.offset}")
+        if ref.form != STORED:
+            raise InvalidInput(f"chunk {index} is stored in form {ref.form}, which this datastates does not read: upgrade datastates")
+        if ref.length != chunk.length or not 0 <= ref.offset <= packs[ref.pack].size - ref.length:
+            raise _Contradiction(f"chunk {index} of {chunk.length} bytes lies outside its pack: {ref.length} bytes at {ref.offset}")
 
 
 # Called for each tensor, so these build no message until something is wrong.

@@ -21,11 +21,22 @@ from blake3 import blake3
 from datastates.errors import Corrupt, InvalidInput
 
 from .check import check
-from .envelope import unwrapped, wrap
+from .envelope import joined, unwrapped
 from .manifest import VERSION, Content, Manifest, Origin, TensorSpec
 from .root import root_digest
 
-__all__ = ["Sound", "chunk_digest", "decode", "decode_sound", "digest_of", "encode", "pieces_digest", "root_digest", "state_digest"]
+__all__ = [
+    "Sound",
+    "chunk_digest",
+    "decode",
+    "decode_sound",
+    "digest_of",
+    "encode",
+    "encode_all",
+    "pieces_digest",
+    "root_digest",
+    "state_digest",
+]
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -63,10 +74,18 @@ def encode(manifest: Manifest) -> bytes:
 
     :raises InvalidInput: its version is not the one that this code writes.
     """
-    if manifest.version != VERSION:
-        raise InvalidInput(f"manifest version {manifest.version}: this code writes version {VERSION}")
-    body = _encoder.encode(manifest)
-    return wrap(VERSION, body)
+    return encode_all([manifest])[0]
+
+
+def encode_all(manifests: Sequence[Manifest]) -> list[bytes]:
+    """The frames of a file that holds these manifests, in this order.
+
+    :raises InvalidInput: one has another version than this code writes.
+    """
+    for manifest in manifests:
+        if manifest.version != VERSION:
+            raise InvalidInput(f"manifest version {manifest.version}: this code writes version {VERSION}")
+    return joined([_encoder.encode(manifest) for manifest in manifests])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -87,13 +106,13 @@ def decode(data: bytes | memoryview, *, source: str) -> Manifest:
     return decode_sound(data, source=source).manifest
 
 
-def decode_sound(data: bytes | memoryview, *, source: str) -> Sound:
-    """``decode`` for callers that also need the tensors.
+def decode_sound(data: bytes | memoryview, *, source: str, first: bytes | memoryview = b"") -> Sound:
+    """``decode`` for callers that also need the tensors. ``first`` is the first frame of the file from which ``data`` comes.
 
     :raises Corrupt: a byte is wrong or missing, or the manifest contradicts itself.
     :raises Unavailable: it is whole, but of a version that this code does not know, or with a dtype that this torch does not know.
     """
-    manifest = unwrapped(_decoder, data, source=source)
+    manifest = unwrapped(_decoder, data, source=source, first=first)
     try:
         expected = digest_of(manifest.content, manifest.origin)
     except (OverflowError, UnicodeEncodeError) as exc:

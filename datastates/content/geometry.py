@@ -67,7 +67,8 @@ def dense_view(tensor: torch.Tensor) -> torch.Tensor | None:
             return None
         count = _product(shape)
     # Not view(-1): a tensor of one element, or of none, is contiguous with any stride, and keeps it.
-    return _bytes_of(tensor.as_strided((count,), (1,)))
+    flat = tensor.as_strided((count,), (1,))
+    return flat if flat.dtype == torch.uint8 else flat.view(torch.uint8)
 
 
 def compact(tensor: torch.Tensor) -> torch.Tensor:
@@ -166,7 +167,3 @@ def _product(shape: Sequence[int]) -> int:
     for size in shape:
         count *= size
     return count
-
-
-def _bytes_of(flat: torch.Tensor) -> torch.Tensor:
-    return flat if flat.dtype == torch.uint8 else flat.view(torch.uint8)

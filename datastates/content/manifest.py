@@ -5,7 +5,7 @@ stay the same are grouped apart from those that change, so that an unchanged chu
 ``start``: chunk ``start // CHUNK_BYTES``, offset ``start % CHUNK_BYTES``, and continues in the chunks that follow. Within a
 group tensors are ordered by falling item size, so each is aligned to its item size without padding. Tensors of
 ``LARGE_BYTES`` and more begin at a multiple of ``ALIGNED_BYTES``, so that a device can digest their chunks in place; the
-gaps between them are zeros. Older states have no such gaps, and readers need not know of them: a shard says where it lies.
+gaps between them are zeros. Readers need no rule for gaps: a shard says where it lies.
 
 ``Content`` says what a state is, and nothing about where its bytes lie, so a state has the same digest in memory, on
 disk and on another node. ``Manifest`` adds where this tier holds each chunk, and the state's place in the lineage, so
@@ -20,6 +20,7 @@ __all__ = [
     "ALIGNED_BYTES",
     "CHUNK_BYTES",
     "LARGE_BYTES",
+    "STORED",
     "VERSION",
     "Attribute",
     "Chunk",
@@ -41,8 +42,11 @@ LARGE_BYTES = 64 << 10
 ALIGNED_BYTES = 1 << 10
 """The size of a block of xxh3, to which large tensors are aligned in the stream."""
 
-VERSION = 1
+VERSION = 2
 """The version of manifest that this code writes and reads."""
+
+STORED = 0
+"""The form of a chunk that is stored as it is."""
 
 Attribute = str | int | float | bool | None
 """The types that an attribute may have."""
@@ -96,10 +100,12 @@ class Content(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ChunkRef(msgspec.Struct, frozen=True, array_like=True):
-    """Where a tier holds a chunk: index into ``Manifest.packs``, and the byte offset in that file."""
+    """Where a tier holds a chunk: index into ``Manifest.packs``, and ``length`` bytes from ``offset`` of that file, in a ``form``."""
 
     pack: int
     offset: int
+    length: int
+    form: int = STORED
 
 
 class PackInfo(msgspec.Struct, frozen=True, array_like=True):
@@ -132,7 +138,8 @@ class Origin(msgspec.Struct, frozen=True, array_like=True):
 class Manifest(msgspec.Struct, frozen=True, array_like=True):
     """A state's part on one rank, or all of it if there is only one. ``digest`` is ``digest.digest_of(content, origin)``, hex.
 
-    For a part of several, ``origin`` names the parents once the state is whole, and no sooner.
+    For a part of several, ``origin`` names the parents once the state is whole, and no sooner. ``bytes_new`` are the payload bytes that
+    its put added to the tier.
     """
 
     version: int
@@ -141,3 +148,4 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True):
     content: Content
     packs: tuple[PackInfo, ...] = ()
     refs: tuple[ChunkRef, ...] = ()
+    bytes_new: int = 0

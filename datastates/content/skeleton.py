@@ -12,6 +12,7 @@ container is a tuple, followed by the nodes of its children:
     ("csr" | "csc" | "bsr" | "bsc", shape)                    compressed indices, plain indices, values
     ("qt", dtype)                  quantized per tensor: integers, scale and zero point as values
     ("qc", dtype, axis)            quantized per channel: integers, scales, zero points
+    ("s", class, names, shape, strides, metadata)             a tensor subclass: its inner tensors
 
 A key is a str, or the bytes of any other packed key. An OrderedDict's metadata is a value before its children.
 """
@@ -30,7 +31,19 @@ from datastates.errors import Corrupt, Unsupported
 from .arrays import MAX_DEPTH, Unencodable
 from .encoding import pack, unpack
 
-__all__ = ["TENSOR", "VALUE", "Node", "Skeleton", "decode_skeleton", "encode_skeleton", "key_of", "pack_key", "path_lengths", "paths"]
+__all__ = [
+    "TENSOR",
+    "VALUE",
+    "Node",
+    "Skeleton",
+    "arity",
+    "decode_skeleton",
+    "encode_skeleton",
+    "key_of",
+    "pack_key",
+    "path_lengths",
+    "paths",
+]
 
 TENSOR = 0
 VALUE = 1
@@ -96,7 +109,7 @@ def decode_skeleton(data: bytes | memoryview | msgspec.Raw, *, source: str = "th
         for node in nodes:
             if missing == 0:
                 raise Corrupt(f"{source} goes on after its end")
-            missing += _arity(node) - 1
+            missing += arity(node) - 1
         if missing:
             raise Corrupt(f"{source} ends before {missing} of its nodes")
     except (msgspec.DecodeError, RecursionError, ValueError, TypeError, IndexError, KeyError) as exc:
@@ -237,6 +250,7 @@ _PARTS: dict[str, Callable[[tuple[Any, ...]], Sequence[str | None]]] = {
     "coo": lambda _: ("indices", "values"),
     "qt": lambda _: ("integers", "scale", "zero_point"),
     "qc": lambda _: ("integers", "scales", "zero_points"),
+    "s": lambda node: _key_parts(node[2]),
     **{tag: (lambda _, names=names: names) for tag, names in _COMPRESSED.items()},  # type: ignore[misc]
 }
 
@@ -272,6 +286,10 @@ def _is_text(value: Any) -> bool:
     return type(value) is str
 
 
+def _is_bytes(value: Any) -> bool:
+    return type(value) is bytes
+
+
 def _is_flag(value: Any) -> bool:
     return type(value) is bool
 
@@ -300,6 +318,7 @@ _FIELDS: dict[str, tuple[Callable[[Any], bool], ...]] = {
     "coo": (_is_shape, _is_flag),
     "qt": (_is_text,),
     "qc": (_is_text, _is_count),
+    "s": (_is_text, _is_keys, _is_shape, _is_shape, _is_bytes),
     **dict.fromkeys(_COMPRESSED, (_is_shape,)),
 }
 
@@ -315,11 +334,12 @@ _ARITY: dict[str, Callable[[tuple[Any, ...]], int]] = {
     "coo": lambda _: 2,
     "qt": lambda _: 3,
     "qc": lambda _: 3,
+    "s": lambda node: len(node[2]),
     **dict.fromkeys(_COMPRESSED, lambda _: 3),
 }
 
 
-def _arity(node: Node) -> int:
+def arity(node: Node) -> int:
     """The number of children of a node that was read; TypeError if it is not a node."""
     if node in (TENSOR, VALUE) and type(node) is int:
         return 0

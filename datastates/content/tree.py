@@ -28,14 +28,15 @@ import torch
 from datastates.errors import Corrupt, DatastatesError, InvalidInput, Unsupported
 
 from .arrays import MAX_DEPTH, Unencodable, array_of, describe_dtype, dtype_from, order_of
-from .encoding import SCALARS, Packed, check_keys, decode_values, encode_values, encoder_named, encoder_of, pack, unpack
+from .encoding import SCALARS, Encoder, Packed, check_keys, decode_values, encode_values, encoder_named, encoder_of, pack, unpack
 from .geometry import compact, dense_view, dtype_name, dtype_of, rebuild, spec_of
-from .layouts import compose, decompose
+from .layouts import compose, decompose, is_wrapping
 from .manifest import TensorSpec
-from .skeleton import TENSOR, VALUE, Node, Skeleton, decode_skeleton, encode_skeleton, key_of, pack_key, paths
-from .spread import is_spread, kinds
+from .skeleton import TENSOR, VALUE, Node, Skeleton, arity, decode_skeleton, encode_skeleton, key_of, pack_key, paths
+from .spread import is_spread, kinds, local_of
 
 __all__ = [
+    "MOST_OBJECTS",
     "Flat",
     "Leaf",
     "Number",
@@ -45,6 +46,7 @@ __all__ = [
     "decode_values",
     "encode_skeleton",
     "encode_values",
+    "expanded",
     "flatten",
     "pack_tree",
     "unflatten",
@@ -56,6 +58,8 @@ ARRAY_BYTES = 64 << 10
 
 OWN = "datastates.own"
 """The name under which a skeleton has an ``Owned`` tree, whose bytes are one value."""
+
+MOST_OBJECTS = 10_000_000  # of a tree, each counted as often as it is reached: a container that is used twice is stored twice
 
 _BULK = 8
 """From this many children on, testing them all in one go is cheaper than one by one."""
@@ -132,7 +136,7 @@ class Flat:
     has_numbers: bool = False
 
 
-def flatten(tree: object, previous: Flat | None = None, lasting: Iterable[object] = ()) -> Flat:
+def flatten(tree: object, previous: Flat | None = None, lasting: Iterable[object] = (), *, is_checking: bool = False) -> Flat:
     """Take ``tree`` apart. ``previous`` is the result of an earlier capture of the same training: it makes this one cheap.
 
     ``lasting`` are parts of the tree that hold the same objects for as long as they are the same objects themselves: their results in
@@ -141,9 +145,18 @@ def flatten(tree: object, previous: Flat | None = None, lasting: Iterable[object
     If the skeleton is unchanged, the result holds the very same ``Skeleton`` object, and the same list of leaves if
     every tensor is the same object, so callers may cache by identity.
 
-    :raises Unsupported: a value has no safe encoding; names its path, its type and what to do next.
+    The first object of each registered encoder is decoded again, and encoded from that: both encodings have to be equal. With
+    ``is_checking`` every such object is checked, and containers that are used very often are refused before the walk.
+
+    :raises Unsupported: a value has no safe encoding, or an encoder fails its check; names its path, its type and what to do next.
     """
+    if is_checking and expanded(tree, lambda _: 1, {}) > MOST_OBJECTS:
+        raise Unsupported(
+            f"the state has more than {MOST_OBJECTS} parts, counted as often as they are used: keep numbers in arrays, and use a container "
+            "that holds others only once"
+        )
     walk = _Walk(previous._seen if previous is not None else frozenset(), previous._spans if previous is not None else {}, lasting)
+    walk.is_checking = is_checking
     try:
         walk.children((tree,), 0)
     except Unencodable as exc:
@@ -179,6 +192,20 @@ def unflatten(skeleton: Skeleton, values: Sequence[Packed], tensors: Sequence[to
         raise Corrupt(f"the state ends early: {len(values)} values and {len(tensors)} tensors are fewer than its skeleton needs") from None
     build.check_all_used()
     return tree
+
+
+def expanded(found: object, leaf: Callable[[object], int], seen: dict[int, int], depth: int = 0) -> int:
+    """The number of objects in a tree, each counted as often as it is reached. Each container is visited once: ``seen`` is empty at first.
+
+    ``leaf`` returns as how many an object counts that is no container. What is nested deeper than a state can be is not visited.
+    """
+    if not isinstance(found, dict | list | tuple | deque | set | frozenset):
+        return leaf(found)
+    if id(found) not in seen and depth <= MAX_DEPTH:
+        seen[id(found)] = 1  # until it is known, for one that contains itself
+        inside = (*found, *found.values(), getattr(found, "_metadata", None)) if isinstance(found, dict) else found
+        seen[id(found)] = 1 + sum([expanded(each, leaf, seen, depth + 1) for each in inside])
+    return seen.get(id(found), 1)
 
 
 def pack_tree(tree: object) -> bytes:
@@ -246,13 +273,13 @@ class _Walk:
     in.
     """
 
-    __slots__ = ("_derived", "_kinds", "_known", "_lasting", "_seen", "has_numbers", "nodes", "spans", "tensors", "values")
+    __slots__ = ("_derived", "_kinds", "_known", "_lasting", "_seen", "has_numbers", "is_checking", "nodes", "spans", "tensors", "values")
 
     def __init__(self, seen: frozenset[int], known: dict[int, _Span], lasting: Iterable[object]) -> None:
         self._seen, self._known, self._kinds = seen, known, kinds()
         self._lasting = frozenset(map(id, lasting))
         self.spans: dict[int, _Span] = {}
-        self.has_numbers = False
+        self.has_numbers = self.is_checking = False
         self._derived = 0
         """How many objects were converted into something else: they may change later, and what they became would not."""
         self.nodes: list[Node | _Span] = []
@@ -390,6 +417,8 @@ class _Walk:
 
     def _other(self, child: object, depth: int) -> None:
         if isinstance(child, torch.Tensor) and is_spread(child):
+            if is_wrapping(local_of(child)):
+                raise Unencodable(f"is a DTensor of {type(local_of(child)).__name__}, which is not stored: use another optimizer with FSDP")
             self.nodes.append(TENSOR)
             self.tensors.append(child)
             return
@@ -397,18 +426,40 @@ class _Walk:
         encoder = encoder_of(type(child))
         if encoder is None:
             if isinstance(child, torch.Tensor):
-                raise Unencodable(
-                    f"is a tensor subclass, {type(child).__module__}.{type(child).__qualname__}: convert it to a plain tensor, "
-                    f"or register it with datastates.register_encoder(...)"
-                )
-            self.value(child, depth)
+                self._tensor(child, depth)
+            else:
+                self.value(child, depth)
             return
         try:
             plain = encoder.encode(child)
         except Exception as exc:
             raise Unencodable(f"of type {type(child).__qualname__} was refused by its encoder {encoder.name!r}: {exc}") from exc
+        if self.is_checking or encoder not in _checked:
+            _check_encoder(encoder, child, plain)
         self.nodes.append(("x", encoder.name))
         self._inside((plain,), depth)
+
+
+_checked: set[Encoder] = set()
+
+
+def _check_encoder(encoder: Encoder, found: object, plain: object) -> None:
+    kind = type(found).__qualname__
+    try:
+        first = pack_tree(plain)
+        with torch.random.fork_rng(devices=[]):  # the training must not see what ``decode`` draws
+            again = encoder.encode(encoder.decode(unpack_tree(first)))
+        is_same = pack_tree(again) == first
+    except Unsupported:  # the walk goes on to it, and knows its path
+        return
+    except Exception as exc:
+        raise Unencodable(f"of type {kind} does not come back: the decoder {encoder.name!r} failed on what was encoded: {exc!r}") from exc
+    if not is_same:
+        raise Unencodable(
+            f"of type {kind} does not come back: the encoder {encoder.name!r} made {reprlib.repr(plain)} of it, and"
+            f" {reprlib.repr(again)} of what that was decoded to; let decode return an equal object"
+        )
+    _checked.add(encoder)
 
 
 _WALKERS: dict[type[Any], Callable[[_Walk, Any, int], None]] = {
@@ -464,7 +515,7 @@ class _Build:
             return build(self, node, depth + 1)
         except (DatastatesError, StopIteration):
             raise
-        except (TypeError, ValueError, KeyError, IndexError, OverflowError, RuntimeError, AttributeError, MemoryError) as exc:
+        except (LookupError, TypeError, ValueError, ArithmeticError, RuntimeError, AssertionError, AttributeError, MemoryError) as exc:
             raise Corrupt(f"a part of the state does not come back ({reprlib.repr(node)}): {type(exc).__name__}: {exc}") from exc
 
     def check_all_used(self) -> None:
@@ -534,8 +585,8 @@ class _Build:
             raise Corrupt(f"what a rank has of its own is {type(data).__name__}, and not bytes")
         return unpack_tree(data)
 
-    def _layout(self, node: tuple[Any, ...], depth: int) -> torch.Tensor | None:
-        parts = self._whole(2 if node[0] == "coo" else 3, depth)
+    def _layout(self, node: tuple[Any, ...], depth: int) -> Any:
+        parts = self._whole(arity(node), depth)
         return None if parts is None else compose(node, parts)
 
 
@@ -563,10 +614,12 @@ class _Sketch(_Build):
             return np.broadcast_to(np.zeros((), dtype_from(descr)), shape)
         return array_of(descr, shape, order, parts[0].cpu().numpy())
 
-    def _layout(self, node: tuple[Any, ...], depth: int) -> torch.Tensor | None:
-        parts = self._whole(2 if node[0] == "coo" else 3, depth)
+    def _layout(self, node: tuple[Any, ...], depth: int) -> Any:
+        parts = self._whole(arity(node), depth)
         if parts is None:
             return None
+        if node[0] == "s":
+            return compose(node, parts)
         if node[0] in ("qt", "qc"):
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", UserWarning)  # torch 2.13 deprecates quantized tensors

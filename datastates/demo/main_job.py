@@ -1,8 +1,9 @@
 """The main job: capture every step of a real training, fork three variants of it, and prove that a resume is bit-exact.
 
 A small byte-level GPT learns the Python standard library's own source. The end of a shared prefix is tagged ``warm``; ``main``
-goes on past it, three variants fork from it, and a fresh process resumes from it and must repeat the losses of ``main``. At the end,
-the lineage of two runs on pictures, some with labels made wrong on purpose, shows which labels are wrong.
+goes on past it, and three variants fork from it. Every state is kept on disk (``durable_every=1``). A fresh process resumes from the tag
+and must repeat the losses of ``main``. A second one resumes from a random step of a random branch and must repeat the losses of that
+branch. At the end, the lineage of two runs on pictures, some with labels made wrong on purpose, shows which labels are wrong.
 
     python -m datastates.demo [FOLDER] [--short]
 """
@@ -10,12 +11,13 @@ the lineage of two runs on pictures, some with labels made wrong on purpose, sho
 from __future__ import annotations
 
 import argparse
+import random
 import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -28,7 +30,7 @@ from torch.optim.lr_scheduler import LinearLR
 
 # Absolute, so that this file also runs as examples/demo.py.
 import datastates
-from datastates import PermutationSampler, Repository
+from datastates import Config, PermutationSampler, Repository
 from datastates.demo.model import FULL, GPT, SHORT, Size, Text, read_text
 from datastates.demo.outliers import find_outliers, show_outliers
 from datastates.demo.report import Cost, Outcome, examine, show
@@ -49,8 +51,24 @@ class Variant:
     order: int = 0
 
 
-MAIN, RESUMED = Variant("main"), Variant("resumed")
+MAIN = Variant("main")
 VARIANTS = (Variant("low-lr", learning_rate_factor=0.3), Variant("no-dropout", dropout=0.0), Variant("other-order", order=1))
+
+CONFIG = Config(durable_every=1, retention="all")
+"""Every state is written to disk and stays there."""
+
+SEED = 0
+"""Chooses the branch and the step of the second resume."""
+
+
+@dataclass(frozen=True, slots=True)
+class Resumption:
+    """What a fresh process does on a new branch: it repeats the steps of branch ``of`` from step ``start`` up to ``until``."""
+
+    branch: str
+    of: str
+    start: int
+    until: int
 
 
 def train(repo: Repository, size: Size, variant: Variant, until: int, tick: Callable[[], object], *, start: str | None = None) -> Cost:
@@ -79,7 +97,7 @@ def train(repo: Repository, size: Size, variant: Variant, until: int, tick: Call
             cost.blocked_s += _timed(partial(run.capture, metrics=metrics))
             cost.captures += 1
             if run.step == size.warm and not start:
-                repo.tag("warm", run.head, message="end of the shared prefix")  # which makes it durable
+                repo.tag("warm", run.head, message="end of the shared prefix")
             tick()
             if run.step == until:
                 break
@@ -106,24 +124,39 @@ def run_demo(root: Path, *, short: bool = False, console: Console | None = None)
     check_extra()
     begin(root)
     columns = (TextColumn("{task.description:<12}"), BarColumn(), MofNCompleteColumn(), TextColumn("steps"), TimeElapsedColumn())
-    with datastates.open(root) as repo:
+    again = choose_resumption(size)
+    console.print("durable_every=1: each state is written to disk, and all are kept")
+    console.print(f"random resume (seed {SEED}): from step {again.start} of {again.of}, {again.until - again.start} steps")
+    with datastates.open(root, config=CONFIG) as repo:
         with Progress(*columns, console=console) as progress:
             bar = progress.add_task("main", total=size.main)
             costs = [train(repo, size, MAIN, size.main, partial(progress.advance, bar))]
             for variant in VARIANTS:
                 bar = progress.add_task(variant.branch, total=size.variants - size.warm)
                 costs.append(train(repo, size, variant, size.variants, partial(progress.advance, bar), start="warm"))
-            bar = progress.add_task("resumed", total=size.resumed - size.warm)
-            resume_afresh(root, partial(progress.advance, bar), short=short)
-        outcome = examine(repo, root / "losses.png", costs)
+            resumptions = (Resumption("resumed", "main", size.warm, size.resumed), again)
+            for each in resumptions:
+                bar = progress.add_task(each.branch, total=each.until - each.start)
+                resume_afresh(root, each, partial(progress.advance, bar), short=short)
+        outcome = examine(repo, root / "losses.png", costs, {each.branch: each.of for each in resumptions})
         show(outcome, repo, console)
     show_outliers(find_outliers(root / "pictures", size), console)
     return outcome
 
 
-def resume_afresh(root: Path, tick: Callable[[], object], *, short: bool) -> None:
-    """Resume from the tag in a fresh process, which prints a line for each step."""
-    command = [sys.executable, "-m", "datastates.demo", str(root), "--resume", *(["--short"] if short else [])]
+def choose_resumption(size: Size, seed: int = SEED) -> Resumption:
+    """A random branch, and a random step that it does not share with ``main``."""
+    choose = random.Random(seed)
+    branch = choose.choice([each.branch for each in (MAIN, *VARIANTS)])
+    first, last = (1, size.main) if branch == "main" else (size.warm + 1, size.variants)
+    start = choose.randint(first, last - size.repeated)
+    return Resumption("random", branch, start, start + size.repeated)
+
+
+def resume_afresh(root: Path, what: Resumption, tick: Callable[[], object], *, short: bool) -> None:
+    """Resume in a fresh process, which prints a line for each step."""
+    words = [what.branch, what.of, str(what.start), str(what.until)]
+    command = [sys.executable, "-m", "datastates.demo", str(root), "--resume", *words, *(["--short"] if short else [])]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         try:
             for _ in process.stdout or ():
@@ -135,10 +168,12 @@ def resume_afresh(root: Path, tick: Callable[[], object], *, short: bool) -> Non
         raise subprocess.CalledProcessError(process.returncode, command)
 
 
-def resume(root: Path, size: Size) -> None:
-    """The work of the fresh process: fork from the tag and repeat the steps that ``main`` took after it."""
-    with datastates.open(root) as repo:
-        train(repo, size, RESUMED, size.resumed, _say_a_line, start="warm")
+def resume(root: Path, size: Size, what: Resumption) -> None:
+    """The work of the fresh process: fork from a state of a branch and repeat the steps that the branch took after it."""
+    settings = next(each for each in (MAIN, *VARIANTS) if each.branch == what.of)
+    variant = replace(settings, branch=what.branch, learning_rate_factor=1.0)  # the state has the branch's learning rate
+    with datastates.open(root, config=CONFIG) as repo:
+        train(repo, size, variant, what.until, _say_a_line, start=f"{what.of}@step:{what.start}")
 
 
 def _say_a_line() -> None:
@@ -180,11 +215,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="datastates demo", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("folder", type=Path, nargs="?", default=Path("runs/demo"))
     parser.add_argument("--short", action="store_true", help="a tiny model and a few steps")
-    parser.add_argument("--resume", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--resume", nargs=4, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)  # sums are then added in one order, and the other core is free for the engine
     if options.resume:
-        resume(options.folder, SHORT if options.short else FULL)
+        branch, of, start, until = options.resume
+        resume(options.folder, SHORT if options.short else FULL, Resumption(branch, of, int(start), int(until)))
         return 0
     try:
         return 0 if run_demo(options.folder, short=options.short).is_bit_exact else 1

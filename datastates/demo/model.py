@@ -29,7 +29,10 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """How much the main job trains, in steps from the root of the lineage; and the pictures and epochs of its last part."""
+    """How much the main job trains, in steps from the root of the lineage; and the pictures and epochs of its last part.
+
+    ``repeated`` is how many steps the resume from a random state takes.
+    """
 
     shape: Shape
     batch: int
@@ -37,12 +40,15 @@ class Size:
     main: int
     variants: int
     resumed: int
+    repeated: int
     evaluate_every: int
     pictures: int
     epochs: int
 
 
-FULL = Size(Shape(layers=5), batch=8, warm=100, main=200, variants=180, resumed=140, evaluate_every=10, pictures=6000, epochs=8)
+FULL = Size(
+    Shape(layers=5), batch=8, warm=100, main=200, variants=180, resumed=140, repeated=10, evaluate_every=10, pictures=6000, epochs=8
+)
 SHORT = Size(
     Shape(layers=1, heads=2, width=32, context=32),
     batch=4,
@@ -50,6 +56,7 @@ SHORT = Size(
     main=12,
     variants=10,
     resumed=12,
+    repeated=3,
     evaluate_every=2,
     pictures=800,
     epochs=4,

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.table import Table
 
-from datastates.lineage.states import RefKind, State
+from datastates.lineage.states import RefKind, State, Status
 from datastates.repository import Repository
 
 from .picture import draw
@@ -18,7 +18,7 @@ from .picture import draw
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["Cost", "Outcome", "Step", "examine", "show"]
+__all__ = ["Cost", "Outcome", "Proof", "Step", "examine", "show"]
 
 
 @dataclass(slots=True)
@@ -32,7 +32,7 @@ class Cost:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One step after the tag, as the run that never stopped took it and as the fresh process did."""
+    """One step, as the run that never stopped took it and as the fresh process did."""
 
     step: int
     loss: float
@@ -40,14 +40,13 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """The result of the demo. ``digests`` are those of ``main`` and of ``resumed``, at the step where ``resumed`` ends."""
+class Proof:
+    """``branch`` was resumed from a state of ``of``. ``digests`` has the digest of each of the two branches, where ``branch`` ends."""
 
+    branch: str
+    of: str
     steps: tuple[Step, ...]
     digests: tuple[str, str]
-    best: State
-    cost: Cost
-    picture: Path
 
     @property
     def is_bit_exact(self) -> bool:
@@ -55,47 +54,75 @@ class Outcome:
         return all(step.loss == step.resumed_loss for step in self.steps) and len(self.steps) > 0 and self.digests[0] == self.digests[1]
 
 
-def examine(repo: Repository, picture: Path, costs: Sequence[Cost]) -> Outcome:
-    """Compare ``resumed`` with ``main``, find the best state, and draw the losses of all branches."""
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The result of the demo. The states that were ``captured`` take ``disk_bytes``, and so many of them are ``restorable``."""
+
+    proofs: tuple[Proof, ...]
+    best: State
+    cost: Cost
+    captured: int
+    restorable: int
+    disk_bytes: int
+    picture: Path
+
+    @property
+    def is_bit_exact(self) -> bool:
+        """Whether each resumed run repeated its branch, bit for bit."""
+        return all(proof.is_bit_exact for proof in self.proofs) and len(self.proofs) > 0
+
+
+def examine(repo: Repository, picture: Path, costs: Sequence[Cost], resumed: Mapping[str, str]) -> Outcome:
+    """Compare each branch that was ``resumed`` with the one that it repeats, find the best state, and draw the losses of all branches."""
     branches = {ref.name: repo.log(ref.name)[::-1] for ref in repo.refs() if ref.kind is RefKind.BRANCH}
     branches = {"main": branches.pop("main"), **branches}
-    tag = repo.state("warm")
-    resumed = [state for state in branches.pop("resumed") if state.step > tag.step]
-    never_stopped = {state.step: state for state in branches["main"]}
-    steps = tuple(Step(state.step, never_stopped[state.step].metrics["loss"], state.metrics["loss"]) for state in resumed)
+    proofs = tuple(_prove(name, branches[name], of, branches[of]) for name, of in resumed.items())
+    states = {state.uid: state for each in branches.values() for state in each}
+    tag, (again, *_) = repo.state("warm"), [branches.pop(name) for name in resumed]
     best = repo.find("metrics.val_loss > 0 order by metrics.val_loss limit 1")[0]
     draw(
         picture,
         branches,
-        resumed=resumed,
+        resumed=[state for state in again if state.step > tag.step],
         tag=tag,
         best=best,
         title="A byte-level GPT on Python's standard library: one prefix, four ways on",
     )
     cost = Cost(sum(c.captures for c in costs), sum(c.blocked_s for c in costs), sum(c.wall_s for c in costs))
-    return Outcome(steps, (never_stopped[resumed[-1].step].digest, resumed[-1].digest), best, cost, picture)
+    restorable = sum(state.status is Status.DURABLE for state in states.values())
+    return Outcome(proofs, best, cost, len(states), restorable, repo.core.tiers.durable.bytes_stored, picture)
+
+
+def _prove(branch: str, resumed: Sequence[State], of: str, whole: Sequence[State]) -> Proof:
+    never_stopped = {state.step: state for state in whole}
+    own = [state for state in resumed if state.uid != never_stopped[state.step].uid]
+    steps = tuple(Step(state.step, never_stopped[state.step].metrics["loss"], state.metrics["loss"]) for state in own)
+    return Proof(branch, of, steps, (never_stopped[resumed[-1].step].digest, resumed[-1].digest))
 
 
 def show(outcome: Outcome, repo: Repository, console: Console) -> None:
-    """Print the graph, the comparison, the best state, the cost of capturing, where the picture is, and how to browse."""
+    """Print the graph, the comparisons, the best state, the cost of capturing, what is on disk, where the picture is, and how to browse."""
     from datastates.cli.graph import log_lines, write_lines  # the terminal's own view of a history; loaded only when it is shown
 
     refs = repo.refs()
     states = [state for ref in refs for state in repo.log(ref.name)]
     named = outline(states, {ref.state for ref in refs} | {outcome.best.uid, states[-1].uid})
     write_lines(console, log_lines(named, refs, is_drawn=True, is_short=True))
-    console.print(_comparison(outcome.steps))
-    verdict = "[green]equal bit for bit[/]" if outcome.is_bit_exact else "[red]NOT equal[/]"
-    equal = sum(step.loss == step.resumed_loss for step in outcome.steps)
-    console.print(
-        f"{equal} of {len(outcome.steps)} losses and the digests {outcome.digests[0][:12]} and {outcome.digests[1][:12]}: {verdict}"
-    )
+    for proof in outcome.proofs:
+        console.print(_comparison(proof))
+        verdict = "[green]equal bit for bit[/]" if proof.is_bit_exact else "[red]NOT equal[/]"
+        equal = sum(step.loss == step.resumed_loss for step in proof.steps)
+        console.print(
+            f"{equal} of {len(proof.steps)} losses and the digests {proof.digests[0][:12]} and {proof.digests[1][:12]}: {verdict}"
+        )
     best, cost = outcome.best, outcome.cost
     console.print(f"best state: {best.uid[:10]}, step {best.step}, held-out loss {best.metrics['val_loss']:.4f}")
     console.print(
         f"{cost.captures} captures blocked training for {1e3 * cost.blocked_s / cost.captures:.2f} ms each, "
         f"{100 * cost.blocked_s / cost.wall_s:.2f} % of {cost.wall_s:.0f} s"
     )
+    disk_mb = outcome.disk_bytes / 1e6
+    console.print(f"{outcome.restorable} of {outcome.captured} states can be restored; they take {disk_mb:,.0f} MB on disk")
     console.print(f"picture: {os.path.relpath(outcome.picture)}")
     console.print(f"to browse it: datastates serve --repo {os.path.relpath(outcome.picture.parent)}", soft_wrap=True)
 
@@ -112,10 +139,11 @@ def outline(states: Sequence[State], keep: set[str]) -> list[State]:
     return found
 
 
-def _comparison(steps: Sequence[Step], ends: int = 4) -> Table:
-    table = Table("step", "main, never stopped", "resumed in a fresh process", title="loss after the tag", title_justify="left")
-    for index, step in enumerate(steps):
-        if ends <= index < len(steps) - ends:
+def _comparison(proof: Proof, ends: int = 4) -> Table:
+    title = f"loss after step {proof.steps[0].step - 1} of {proof.of}" if proof.steps else "no step was repeated"
+    table = Table("step", f"{proof.of}, never stopped", f"{proof.branch}, in a fresh process", title=title, title_justify="left")
+    for index, step in enumerate(proof.steps):
+        if ends <= index < len(proof.steps) - ends:
             if index == ends:
                 table.add_row("…", "…", "…")
             continue

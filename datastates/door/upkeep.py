@@ -107,8 +107,10 @@ class Upkeep(Opened):
 
         return gc(self.core, is_dry_run=dry_run, takes_unknown=unknown, on_progress=on_progress)
 
-    @values.takes(policy=values.optional(retention_of), dry_run=values.flag)
-    def prune(self, policy: Retention | str | None = None, *, dry_run: bool = False) -> Pruned:
+    @values.takes(policy=values.optional(retention_of), dry_run=values.flag, on_progress=values.optional(values.callback))
+    def prune(
+        self, policy: Retention | str | None = None, *, dry_run: bool = False, on_progress: Callable[[int, int], None] | None = None
+    ) -> Pruned:
         """Drop the bytes of durable states that a policy does not keep, on every branch; the states stay in the lineage as ``evicted``.
 
             report = repo.prune("latest:5 best:3:loss", dry_run=True)
@@ -119,11 +121,13 @@ class Upkeep(Opened):
 
         :param policy: a ``Retention`` or its text; None: what the training of each branch asked for, and what is configured for the others.
         :param dry_run: only report what would be dropped.
+        :param on_progress: called with the number of states that were read so far, and about how many there are; then with the number of
+            states that were dropped so far, and how many will be.
         :raises Unavailable: the repository can only be read, or another process is pruning it.
         """
-        from datastates.upkeep.retention import prune  # few ask for it by hand
+        from datastates.upkeep.retention import prune, untold  # few ask for it by hand
 
-        return prune(self.core, None if policy is None else retention_of(policy), dry_run=dry_run)
+        return prune(self.core, None if policy is None else retention_of(policy), dry_run=dry_run, tell=on_progress or untold)
 
     @values.takes(source=values.optional(values.path), peers=values.several(_peer), on_progress=values.optional(values.callback))
     def repair(

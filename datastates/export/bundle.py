@@ -20,7 +20,7 @@ import msgspec
 from datastates import values
 from datastates.clone.arrivals import make_tags
 from datastates.clone.landing.untrusted import check_manifest
-from datastates.clone.records import record_of_ref, records_of, ref_of, states_of
+from datastates.clone.records import record_of_ref, records_of, ref_of, runs_of, states_of
 from datastates.content.digest import Sound
 from datastates.content.manifest import Manifest, PackInfo
 from datastates.errors import Conflict, Corrupt, InvalidInput, NotFound, PeerFault, Unavailable
@@ -31,13 +31,12 @@ from datastates.lineage.change.record import mark
 from datastates.lineage.change.withdraw import take_turns
 from datastates.lineage.lookup import ids_of
 from datastates.lineage.search import walk
-from datastates.lineage.states import Note, Ref, RefKind, State
+from datastates.lineage.states import Note, Ref, RefKind, Run, State
 from datastates.opening.core import Core, Opened, core_of
 from datastates.store.comparing import are_equal
 from datastates.store.files import next_step
 from datastates.store.mapped import MappedReader
 from datastates.store.parts import refuse_parts
-from datastates.store.placing import own_bytes
 from datastates.store.roles import Staged
 from datastates.store.seal import SealedChunks
 from datastates.store.tier import Payload, Placed
@@ -112,15 +111,15 @@ def import_bundle(repository: Opened, folder: str | os.PathLike[str], *, digest:
     lineage, found = read_lineage(root)
     if digest is not None and digest != found:
         raise Corrupt(f"{root} is the bundle of digest {found}, not {digest[:64]}: it is another one, or was changed on the way")
-    states = _states(lineage)
+    states, made_by = _checked_lineage(lineage)
     with core.database.read() as session:
-        clones.check_ancestry(session, list(states.values()))
+        clones.check_ancestry(session, list(states.values()), made_by)
         lineage_notes.check(lineage.notes)
         sealed = seals.seals(session, lineage.held)
     folder_uid = core.home.check_writable()
     with ExitStack() as stack:
         staged = _stage(core, root, lineage, states, sealed, stack)
-        placed = _commit(core, staged, states, lineage.notes, source=f"bundle {found[:16]}", folder_uid=folder_uid)
+        placed = _commit(core, staged, states, made_by, lineage.notes, source=f"bundle {found[:16]}", folder_uid=folder_uid)
     tags = [ref_of(record) for record in lineage.tags]
     make_tags(core, tags)
     held = tuple(core.state(uid) for uid in lineage.held)
@@ -167,20 +166,20 @@ def _lineage_of(core: Core, states: Sequence[State], found: dict[str, str]) -> L
         tags = [ref for ref in lineage_refs.refs(session, RefKind.TAG) if ref.state in names]
         where = clones.repository_uid(session)
         written = lineage_notes.of_states(session, names)
-    records, configs = records_of(everything)
-    return Lineage(VERSION, where, tuple(uids), records, tuple(map(record_of_ref, tags)), found, configs, tuple(written))
+        records, made_by = records_of(session, everything)
+    return Lineage(VERSION, where, tuple(uids), records, tuple(map(record_of_ref, tags)), found, made_by, tuple(written))
 
 
 # In
 
 
-def _states(lineage: Lineage) -> dict[str, State]:
-    """The states by uid, each after its parents."""
+def _checked_lineage(lineage: Lineage) -> tuple[dict[str, State], dict[str, Run]]:
+    """The states by uid, each after its parents, and their runs by uid."""
     states: dict[str, State] = {}
     try:
-        told = states_of(lineage.states, lineage.configs)
+        told, made_by = states_of(lineage.states, lineage.runs), runs_of(lineage.runs)
     except PeerFault as exc:
-        raise Corrupt(f"the bundle has a state that cannot be one: {exc}") from exc
+        raise Corrupt(f"the bundle has a state or a run that cannot be one: {exc}") from exc
     for state in told:
         if _DIGEST.fullmatch(state.digest) is None or state.uid in states:
             raise Corrupt(f"the bundle has state {state.uid} twice, or of a digest that is none")
@@ -195,7 +194,7 @@ def _states(lineage: Lineage) -> dict[str, State]:
         raise Corrupt("the bundle claims the bytes of a state twice")
     if strangers:
         raise Corrupt(f"the bundle claims the bytes of {strangers[0]}, which is none of its states")
-    return states
+    return states, made_by
 
 
 def _stage(
@@ -214,7 +213,7 @@ def _stage(
             raise Corrupt(f"the bundle says that it has the bytes of state {uid}, and has not: {exc}") from exc
         manifest = _checked(sound, states[uid], states)
         check_places(manifest)
-        digests = None if lineage.version == 1 else read_chunks(root, manifest, lineage.seals)
+        digests = read_chunks(root, manifest, lineage.seals)
         try:
             with MappedReader(folder, manifest, verify=True) as reader:  # without a lock, which others could hold for ever
                 reader.verify_headers()
@@ -223,7 +222,7 @@ def _stage(
                 seals.check(sealed.get(uid), chunks.seal, uid)
                 _check_same(core, manifest, chunks)
                 shared = {key[:2]: known[key] for key in _keys(manifest, chunks) if key in known}
-                bare = msgspec.structs.replace(manifest, packs=(), refs=())
+                bare = msgspec.structs.replace(manifest, packs=(), refs=(), bytes_new=0)
                 made = stack.enter_context(core.tiers.durable.stage(Payload(bare, chunks, is_on_demand=True), known=shared))
         except OSError as exc:
             raise Unavailable(f"state {uid} of the bundle cannot be taken in ({exc}): {next_step(exc)}") from exc
@@ -262,6 +261,7 @@ def _commit(
     core: Core,
     staged: dict[str, tuple[Staged, Manifest, str]],
     states: dict[str, State],
+    made_by: dict[str, Run],
     written: Sequence[Note],
     *,
     source: str,
@@ -274,12 +274,12 @@ def _commit(
     try:
         with core.writing() as session:
             take_turns(session)  # or a collection would delete the files of states that were evicted here, before they are recorded
-            clones.import_ancestry(session, list(states.values())[::-1])
+            clones.import_ancestry(session, list(states.values())[::-1], made_by)
             lineage_notes.bring(session, written)
             for uid, (each, _, seal) in staged.items():
                 placed[uid] = found = _committed(each, uid)
                 done.append(each)
-                mark(session, uid, tier.gives, tier=tier.name, node=folder_uid, bytes=own_bytes(found.manifest))
+                mark(session, uid, tier.gives, tier=tier.name, node=folder_uid, bytes=found.manifest.bytes_new)
                 seals.seal(session, uid, seal)
                 if not each.was_here:
                     clones.note(session, uid, node=folder_uid, source=source, bytes_moved=found.bytes_new)

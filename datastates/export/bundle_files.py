@@ -1,13 +1,11 @@
 """The files of a bundle, and reading them as files of a stranger.
 
-    <folder>/packs/          packs and manifests, as a repository has them
-    <folder>/chunks/<uid>    the BLAKE3 of each chunk of a state, 32 bytes each, in their order
-    <folder>/lineage.json    every state in question, oldest first, whole or (ancestors) without bytes; which were asked for; tags; the
-                             seal of each state with bytes, which binds its chunks (``seal``); the configurations of
-                             the states, and the notes on them
-    <folder>/lineage.blake3  the digest of that file, in hex: the bundle's digest, which binds everything; written last
-
-Version 1 has no ``chunks`` and no seals.
+<folder>/packs/          packs and manifests, as a repository has them
+<folder>/chunks/<uid>    the BLAKE3 of each chunk of a state, 32 bytes each, in their order
+<folder>/lineage.json    every state in question, oldest first, whole or (ancestors) without bytes; which were asked for; tags; the
+                         seal of each state with bytes, which binds its chunks (``seal``); the runs of the
+                         states, and the notes on them
+<folder>/lineage.blake3  the digest of that file, in hex: the bundle's digest, which binds everything; written last
 """
 
 from __future__ import annotations
@@ -25,16 +23,16 @@ from blake3 import blake3
 
 from datastates.content.manifest import Manifest
 from datastates.errors import Corrupt, InvalidInput, NotFound, Unavailable
-from datastates.lineage.states import Note, Value
+from datastates.lineage.states import Note
 from datastates.store.files import sync_folder, write_file
-from datastates.store.pack import PAGE, padded
+from datastates.store.pack import PAGE, alignment, padded
 from datastates.store.seal import DIGEST_BYTES, seal_of
 from datastates.system.regular import make_regular, read_regular
-from datastates.transport.protocol import RefRecord, StateRecord
+from datastates.transport.protocol import RefRecord, RunRecord, StateRecord
 
 __all__ = ["PACKS", "Lineage", "check_places", "read_chunks", "read_lineage", "write_chunks", "write_lineage"]
 
-VERSION = 2
+VERSION = 3
 PACKS = "packs"
 
 _LINEAGE, _DIGEST, _CHUNKS = "lineage.json", "lineage.blake3", "chunks"
@@ -51,7 +49,7 @@ class Lineage(msgspec.Struct, frozen=True):
     states: tuple[StateRecord, ...]
     tags: tuple[RefRecord, ...]
     seals: dict[str, str] = {}
-    configs: tuple[dict[str, Value], ...] = ()
+    runs: tuple[RunRecord, ...] = ()
     notes: tuple[Note, ...] = ()
 
 
@@ -73,7 +71,8 @@ def write_lineage(lineage: Lineage, root: Path) -> str:
     for state in plain["states"]:
         for name in ("metrics", "attributes"):
             state[name] = {key: _finite(value) for key, value in state[name].items()}
-    plain["configs"] = [{key: _finite(value) for key, value in config.items()} for config in plain["configs"]]
+    for run in plain["runs"]:
+        run["config"] = {key: _finite(value) for key, value in run["config"].items()}
     body = json.dumps(plain, separators=(",", ":"), allow_nan=False, ensure_ascii=False).encode()
     if len(body) > _MOST_BYTES:
         raise InvalidInput(
@@ -121,12 +120,15 @@ def read_lineage(root: Path) -> tuple[Lineage, str]:
         raise Corrupt(f"{root / _LINEAGE} fails its digest in {_DIGEST}: it was changed or cut")
     try:
         plain = json.loads(body)
-        if plain["version"] not in (1, VERSION):
-            raise Unavailable(f"{root} is a bundle of version {plain['version']}, this datastates reads up to {VERSION}: upgrade it")
+        if plain["version"] != VERSION:
+            raise Unavailable(
+                f"{root} is a bundle of version {plain['version']}, and this datastates reads version {VERSION}: upgrade, or export again"
+            )
         for state in plain["states"]:
             for name in ("metrics", "attributes"):
                 state[name] = _numbers(state[name])
-        plain["configs"] = [_numbers(config) for config in plain.get("configs", [])]
+        for run in plain["runs"]:
+            run["config"] = _numbers(run["config"])
         return msgspec.convert(plain, Lineage), digest
     except (ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError, RecursionError) as exc:
         raise Corrupt(f"{root / _LINEAGE} is no lineage: {exc}") from exc
@@ -156,8 +158,10 @@ def check_places(manifest: Manifest) -> None:
     places = {(ref.pack, ref.offset, chunk.length) for ref, chunk in zip(manifest.refs, manifest.content.chunks, strict=True)}
     before, end = -1, 0
     for pack, offset, length in sorted(places):
-        if offset % PAGE or (pack == before and offset < end):
-            raise Corrupt(f"state {manifest.origin.uid} has a chunk at {offset} of {manifest.packs[pack].name}, over another or in no page")
+        if offset % alignment(length) or (pack == before and offset < end):
+            raise Corrupt(
+                f"state {manifest.origin.uid} has a chunk at {offset} of {manifest.packs[pack].name}, over another or not aligned"
+            )
         before, end = pack, offset + padded(length)
 
 

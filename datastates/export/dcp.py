@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from datastates.errors import InvalidInput, Unsupported
 
-from .tensors import is_plain
+from .tensors import check_archive, is_plain
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.api import CheckpointException
@@ -84,6 +84,8 @@ class SafePlanner(_EmptyStateDictLoadPlanner):
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Put one value where it belongs."""
+        check_archive(value, len(value.getbuffer()))
+        value.seek(0)
         plain = io.BytesIO()
         torch.save(torch.load(value, weights_only=True), plain)  # what torch then reads again, freely, is what was read safely
         plain.seek(0)

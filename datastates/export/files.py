@@ -12,7 +12,7 @@ import os
 import pickle
 import shutil
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -21,14 +21,18 @@ import msgspec
 import torch
 
 from datastates.content.geometry import dtype_of
-from datastates.content.tree import flatten
+from datastates.content.tree import MOST_OBJECTS, expanded, flatten
 from datastates.errors import Conflict, InvalidInput, Unsupported
 from datastates.store.files import sync_folder
 
-from .tensors import DTYPES, ExportFile, export, is_plain
+from .tensors import DTYPES, ExportFile, check_archive, export, is_plain
 from .wrapping import is_flat
 
 __all__ = ["Format", "format_of", "read", "tensors_in", "write"]
+
+_TEXT_BYTES = 256 << 20
+_OBJECT_BYTES = 64
+_SPARE_TIMES = 64  # how many times the bytes of a file its tensors may have: views of one storage are stored apart
 
 INDEX, WEIGHTS, METADATA = "model.safetensors.index.json", "model.safetensors", ".metadata"
 
@@ -42,11 +46,14 @@ class Format(StrEnum):
     DCP = "dcp"
 
 
-def format_of(path: Path) -> Format:
+def format_of(path: Path, root: Path | None = None) -> Format:
     """The format of a file or a folder, by its name and contents.
 
-    :raises InvalidInput: it is none of those.
+    :param root: a folder in which it must be, after links are followed.
+    :raises InvalidInput: it is none of those, or is outside of ``root``.
     """
+    if root is not None and not path.resolve().is_relative_to(root.resolve()):
+        raise InvalidInput(f"{path} is a link to {path.resolve()}, outside of {root}: put a copy in its place, or leave it out")
     if path.is_dir():
         try:
             names = set(os.listdir(path))
@@ -73,19 +80,36 @@ def read(path: Path) -> object:
     :raises InvalidInput: it is damaged, or something else.
     """
     kind = format_of(path)
+    _check_files(path, kind)
     try:
-        if kind is Format.TORCH:
-            return _load_torch(path)
-        if kind is Format.SAFETENSORS:
-            return _load_safetensors(path) if path.is_file() else _load_folder(path)
-        return _load_hugging_face(path) if kind is Format.HUGGING_FACE else _load_dcp(path)
+        found = _LOADERS[kind](path)
+        size = sum(each.stat().st_size for each in (path.iterdir() if path.is_dir() else [path]))
+        is_trap = (
+            expanded(found, lambda leaf: 1 + (leaf.nbytes // _OBJECT_BYTES if isinstance(leaf, torch.Tensor) and is_plain(leaf) else 0), {})
+            > MOST_OBJECTS + size // _OBJECT_BYTES * _SPARE_TIMES
+        )
     except (Unsupported, InvalidInput):
         raise
     except Exception as exc:  # readers of other tools raise anything: RuntimeError, SafetensorError, KeyError, EOFError
         raise InvalidInput(f"{path} cannot be read ({type(exc).__name__}: {str(exc)[:200]}): mend it, or leave it out") from exc
+    if is_trap:
+        raise InvalidInput(f"{path} makes far more parts or bytes than it has, by using some again and again: leave it out")
+    return found
+
+
+def _check_files(path: Path, kind: Format) -> None:
+    """Raise if what is read would be no regular file, or lie outside of the folder, or if a text is too long."""
+    for each in path.iterdir() if path.is_dir() else [path]:
+        if each != path and (each.is_dir() or (kind is not Format.DCP and each.suffix not in (".json", ".safetensors"))):
+            continue  # it is not read
+        if not each.is_file() or (each != path and each.resolve().parent != path.resolve()):
+            raise InvalidInput(f"{each} is no regular file of its folder: put a copy in its place, or leave it out")
+        if (each.suffix == ".json" or each.name == METADATA) and each.stat().st_size > _TEXT_BYTES:
+            raise InvalidInput(f"{each} has {each.stat().st_size} bytes, and at most {_TEXT_BYTES} of such a file are read: leave it out")
 
 
 def _load_torch(path: Path) -> object:
+    check_archive(path, path.stat().st_size)
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as exc:
@@ -150,6 +174,14 @@ def _load_dcp(path: Path) -> object:
         said = (str(why).strip().splitlines() or [type(why).__name__])[0][:300]
         raise Unsupported(f"{path} cannot be read without executing what it says, or is damaged: {said}") from exc
     return numbered(tree)
+
+
+_LOADERS: dict[Format, Callable[[Path], object]] = {
+    Format.TORCH: _load_torch,
+    Format.SAFETENSORS: lambda path: _load_safetensors(path) if path.is_file() else _load_folder(path),
+    Format.HUGGING_FACE: _load_hugging_face,
+    Format.DCP: _load_dcp,
+}
 
 
 # Out

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from glob import escape
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from datastates import values
 from datastates.errors import Conflict, InvalidInput, NotFound
@@ -46,7 +46,7 @@ class _Door(Opened, Protocol):
     def load(self, rev: str | State) -> Any:
         """A state's containers."""
 
-    def track(self, *, branch: str, objects: Mapping[str, object], rng: bool, strict: bool, group: SoloGroup) -> Any:
+    def track(self, *, branch: str, objects: Mapping[str, object], rng: Literal[False], strict: bool, group: SoloGroup) -> Any:
         """Follow a branch."""
 
 
@@ -81,21 +81,17 @@ class Exported:
     path: Path
 
 
-def find_files(folder: str | os.PathLike[str], pattern: str) -> list[Source]:
+def find_files(folder: str | os.PathLike[str], pattern: str, refused: dict[str, str] | None = None) -> list[Source]:
     """The checkpoints of a folder by their steps; ``{step}`` in the pattern stands for digits, ``*`` for anything within a name.
 
+    :param refused: takes by name what is no checkpoint, and why. Without it, that is an error.
     :raises InvalidInput: the pattern does not say where the step is, two files have the same step, or one is no checkpoint.
     :raises NotFound: nothing matches.
     """
-    return _sources(folder, pattern, None)
-
-
-def _sources(folder: str | os.PathLike[str], pattern: str, refused: dict[str, str] | None) -> list[Source]:
-    """The same; what is no checkpoint goes to ``refused``, if that is given."""
     sources = []
     for step, (name, path) in sorted(_matching(folder, pattern).items()):
         try:
-            sources.append(Source(name, path, step, format_of(path)))
+            sources.append(Source(name, path, step, format_of(path, Path(folder))))
         except InvalidInput as exc:
             if refused is None:
                 raise
@@ -159,7 +155,7 @@ def import_files(
     skip_bad, dry_run = values.flag(skip_bad, "skip_bad"), values.flag(dry_run, "dry_run")
     on_progress = values.optional(values.callback)(on_progress, "on_progress")
     refused: dict[str, str] = {}
-    sources = _sources(folder, pattern, refused if skip_bad else None)
+    sources = find_files(folder, pattern, refused if skip_bad else None)
     head, known = _known(repository, values.text(branch, "branch"))
     waiting = [source for source in sources if source.name not in known]
     if (late := [source.name for source in waiting if head is not None and source.step <= head]) and not skip_bad:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 import os
+import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import msgspec
 import torch
@@ -18,7 +20,7 @@ from datastates.lineage.states import State
 from datastates.store.files import sync_folder
 from datastates.system.regular import make_regular, open_regular
 
-__all__ = ["DTYPES", "Entry", "ExportFile", "export", "header_of", "in_order", "is_plain", "plan_export", "words_about"]
+__all__ = ["DTYPES", "Entry", "ExportFile", "check_archive", "export", "header_of", "in_order", "is_plain", "plan_export", "words_about"]
 
 DTYPES = "datastates.dtypes"
 """The text in a file's header with the dtype, in JSON by name, of each tensor that stands there as bytes."""
@@ -116,6 +118,18 @@ def export(plan: Mapping[Path, ExportFile], *, on_progress: Callable[[int], obje
 def is_plain(tensor: torch.Tensor) -> bool:
     """Whether a tensor is nothing but its elements: neither sparse nor quantized."""
     return tensor.layout is torch.strided and not tensor.is_quantized
+
+
+def check_archive(file: Path | BinaryIO, size: int) -> None:
+    """Raise if a file of ``torch.save`` has more bytes than its ``size`` once it is unpacked; torch would unpack it first.
+
+    :raises InvalidInput: it is compressed, or uses the same bytes again and again.
+    """
+    if zipfile.is_zipfile(file):
+        with zipfile.ZipFile(file) as archive:
+            unpacked = sum(info.file_size for info in archive.infolist())
+        if unpacked > size:
+            raise InvalidInput(f"it unpacks to {unpacked} bytes from {size}: write it with torch.save, which does not compress")
 
 
 def _file_name(top: str) -> str:

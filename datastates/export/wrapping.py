@@ -10,13 +10,14 @@ from typing import TypeGuard
 import torch
 
 from datastates.objects.loops import LOOPS
+from datastates.objects.model_state import MODES
 
 __all__ = ["TAKEN", "WRAPPED", "is_flat", "unwrapped", "wrapped"]
 
 WRAPPED = "import.wrapped"
 """The attribute of a state with the name under which all of it stands."""
 
-TAKEN = ("rng", LOOPS)
+TAKEN = ("rng", LOOPS, MODES)
 """The names under which a training's own parts stand, which are therefore none to track anything else by."""
 
 _MODEL, _CHECKPOINT = "model", "checkpoint"

@@ -101,8 +101,8 @@ def track(repository: str | os.PathLike[str] | Repository, *, branch: str | None
 
     :param repository: a folder that all workers share, or the URL of a database that all reach, or an open repository.
     :param branch: the name of the branch; None: experiment and trial, or the name of the run of Train.
-    :param options: what ``Repository.track`` takes: the objects, ``cadence``, ``config`` … Give ``config=config``, and apply the trial's
-        configuration to the optimizer after this call: the optimizer comes back as the state had it.
+    :param options: what ``Repository.track`` takes: the objects, ``cadence``, ``config`` … Give ``config=config``, and build the optimizer
+        with the trial's configuration: a fork trains with it. A branch that is resumed continues with the options of its state.
     :raises InvalidInput: Ray runs no training function here.
     :raises NotFound: Ray's checkpoint names a state of another repository.
     """

@@ -90,7 +90,7 @@ def load(
     memory are one tensor again.
 
     :raises NotFound: there is no such repository, or no such revision in it.
-    :raises Corrupt: a stored byte is wrong; names the tensor or value that it belongs to, and the nearest ancestor that verifies.
+    :raises Corrupt: a stored byte is wrong; names the tensor or value that it belongs to, and the nearest state that verifies.
     :raises Unavailable: the state's bytes are gone; names the nearest ancestor that has its bytes.
     """
     device = values.optional(device_of)(map_location, "map_location")

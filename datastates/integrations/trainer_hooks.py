@@ -209,7 +209,8 @@ class Hooks:
         """
         turn, place, (count, rng) = self.callback.loop.turn, stored["place"], stored["before"]
         assert turn is not None, "within an epoch"
-        begun = {key: value for key, value in place.items() if key != "before_ahead"}  # that is of the state's last batch, not of this one
+        # Those are of the state's last batch, not of this one.
+        begun = {key: value for key, value in place.items() if key not in ("before_ahead", "prints")}
         batches = turn.go_on({**begun, "batches": count}, None)
         RngState().load_state_dict(rng)
         for _ in range(place["batches"] - count):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from inspect import signature
 from pathlib import Path
@@ -27,13 +27,14 @@ except ImportError as exc:
 
 import datastates
 from datastates import Capture, Repository, State, Tracker, values
+from datastates.content.layouts import is_storable
 from datastates.errors import Conflict, InvalidInput, NotFound, Unavailable, Unsupported
 from datastates.objects.rng import RngState
 from datastates.system.notices import say
 from datastates.tracking.outset import origin_of
 
 from .trainer_hooks import Hooks, trainer_around
-from .trainer_settings import Settings, changes, configuration_of
+from .trainer_settings import changes, configuration_of
 from .trainer_state import LOOP, TrainerLoop
 
 __all__ = ["DatastatesCallback"]
@@ -149,28 +150,30 @@ class DatastatesCallback(TrainerCallback):  # type: ignore[misc]  # mypy is told
         rev = None if is_folder or asked is None or isinstance(asked, bool) else self._revision(asked)
         start = self.start
         if rev is not None:
-            if self._has_branch():
+            if any(ref.name == self.branch for ref in self.repo.refs()):
                 self._back = rev
             else:
                 start = rev.uid
-        origin = origin_of(self.repo.core, self.branch, start, resume=self._resume)
+        origin = origin_of(
+            self.repo.core,
+            self.branch,
+            start,
+            resume=self._resume,
+            takeover=self._options.get("takeover", False),
+            nearest=self._options.get("nearest", False),
+        )
         self._begin, self._start = origin.state, start
         if is_folder:
             if self._begin is not None:
                 raise Conflict(f"branch {self.branch!r} has states, and {asked} is a folder: choose another branch for what comes from it")
             return asked
         begin = self._back or self._begin
-        wanted = None if self._only_now(origin.is_beyond) is not None or begin is None else self._stored_loop(begin)
+        is_whole = origin.is_beyond or self._only is None
+        wanted = self._stored_loop(begin) if is_whole and begin is not None else None
         if wanted is None:
             return asked if begin is None else None
         self._hooks.told, self._hooks.place = TrainerLoop.told(wanted), wanted
         return None
-
-    def _only_now(self, is_beyond: bool) -> Sequence[str] | None:
-        return None if is_beyond else self._only
-
-    def _has_branch(self) -> bool:
-        return any(ref.name == self.branch for ref in self.repo.refs())
 
     def _revision(self, asked: Any) -> State:
         try:
@@ -207,9 +210,9 @@ class DatastatesCallback(TrainerCallback):  # type: ignore[misc]  # mypy is told
                 " per_device_train_batch_size, and start again"
             )
         self._end_run(None)
-        settings = Settings(optimizer, scheduler)
         is_whole = self._hooks.told is not None
-        model = more["model"]
+        model, begin = more["model"], self._back or self._begin
+        is_reseeded = begin is not None and "seed" in changes(args, begin.config)
         run = self._run = self.repo.track(
             branch=self.branch,
             start=self._start,
@@ -217,7 +220,12 @@ class DatastatesCallback(TrainerCallback):  # type: ignore[misc]  # mypy is told
             only=self._only if is_whole or self._begin is None else (self._only or "model"),
             objects={**self._objects, **_parts(trainer, model, optimizer, scheduler), LOOP: self.loop},
             config=configuration_of(args, self._config),
-            **self._of_ranks(args.world_size),
+            **{
+                "frozen": all(map(is_storable, model.parameters())),  # not if bitsandbytes quantized them
+                "hyperparameters": "script",
+                **({"rng": "script"} if is_reseeded else {}),
+                **self._of_ranks(args.world_size),
+            },
         )
         if (run.resumed_from and run.resumed_from.uid) != (self._begin and self._begin.uid):
             raise Conflict(f"branch {self.branch!r} was moved while this training began: start it again")
@@ -226,7 +234,7 @@ class DatastatesCallback(TrainerCallback):  # type: ignore[misc]  # mypy is told
         self._newest, self._captured, self._begun = None, state.global_step, state.global_step
         self.begin_step()
         if is_whole:
-            self._go_on(args, settings, self._back or run.resumed_from)
+            self._go_on(args, self._back or run.resumed_from)
         if run.group.rank == 0:
             _warn(self.branch, [*_inexact(args, more["train_dataloader"], self.replay), *_inexact_in_trl(trainer, self._objects)])
 
@@ -238,7 +246,14 @@ class DatastatesCallback(TrainerCallback):  # type: ignore[misc]  # mypy is told
     def _begin_late(self) -> None:
         """The callback was added after the Trainer was made: that is too late, unless there is nothing to go on from."""
         trainer = trainer_around(self)
-        origin = origin_of(self.repo.core, self.branch, self.start, resume=self._resume)
+        origin = origin_of(
+            self.repo.core,
+            self.branch,
+            self.start,
+            resume=self._resume,
+            takeover=self._options.get("takeover", False),
+            nearest=self._options.get("nearest", False),
+        )
         if trainer is None or origin.state is not None:
             raise InvalidInput(
                 f"this training would begin anew, and branch {self.branch!r} is to go on from a state: give the callback to the Trainer as"
@@ -248,13 +263,12 @@ class DatastatesCallback(TrainerCallback):  # type: ignore[misc]  # mypy is told
         self.attach(trainer)
         self._begin, self._start, self._is_beginning = None, self.start, True
 
-    def _go_on(self, args: Any, settings: Settings, state: State | None) -> None:
+    def _go_on(self, args: Any, state: State | None) -> None:
         assert self._hooks is not None
         if state is not None and args.load_best_model_at_end:
             self._find_best(state)
         self._hooks.rng = RngState().state_dict()
         changed = {} if state is None else changes(args, state.config)
-        settings.put_back(changed)
         self.is_reseeded = bool(changed.keys() & {"seed", "data_seed"})
         if "seed" in changed:
             set_seed(args.seed)

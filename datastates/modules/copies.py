@@ -24,6 +24,7 @@ from datastates.errors import Corrupt, DatastatesError, InvalidInput, NotFound, 
 from datastates.lineage.change.replicas import SAFETY, mark
 from datastates.lineage.database import Database
 from datastates.lineage.search import walk
+from datastates.lineage.show.texts import plural
 from datastates.lineage.states import State, Status
 from datastates.store.tier import SupportsManifests, Tier
 from datastates.store.tiers import payload_of
@@ -247,7 +248,9 @@ class Copies:
     def _give_up(self, tier: Tier, late: deque[_Turn]) -> None:
         self._work_off(late)
         if late:
-            _logger.warning("%d states are durable, and not on the %s tier, the last of them %s", len(late), tier.name, late[-1].uid)
+            _logger.warning(
+                "not on the %s tier: %s that became durable, the last of them %s", tier.name, plural(len(late), "state"), late[-1].uid
+            )
         for turn in late:
             self._forget(turn)
             turn.give_up(f"state {turn.uid} is durable, and not on the {tier.name} tier, as its repository was closed")

@@ -8,8 +8,9 @@ Rules:
 - States are told in the order in which they were captured, so a parent is known before its child. News of a state's disk, and of its
   leaving memory, comes after the state itself.
 - While the database is away (it is asked once a second), news waits. One line of the log says so, and another when the database is back.
-- News that was told is kept as long as the state is in memory, and until a later commit survives the server. If something turns out to be
-  unknown, everything that is kept and unknown is told again, in order.
+- News that was told is kept as long as the state is in memory, and until a later commit survives the server; and that of the last 10,000
+  states besides, as the database may be replaced by an older copy. If something turns out to be unknown, everything that is kept and
+  unknown is told again, in order. Ancestors that this process never told, or no longer keeps, are told as their manifests describe them.
 - A state whose branch another process moved meanwhile is told without its branch: it exists, under its uid.
 - A part of a state of several is told in the same way. This process hears the fate of that state with whatever it tells next, or when it
   asks (``parts``); until then the part waits.
@@ -19,20 +20,26 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar
 
 from datastates.errors import Conflict, DatastatesError, NotFound, Unavailable
-from datastates.lineage.change import clones, parts, runs
+from datastates.lineage.change import clones, parts, rebuild, runs
 from datastates.lineage.change import record as lineage_record
+from datastates.lineage.change import refs as lineage_refs
 from datastates.lineage.change.replicas import held
+from datastates.lineage.chronicle import RunLine
 from datastates.lineage.database import Database, undeterred
+from datastates.lineage.schema import to_us
 from datastates.lineage.search import walk
 from datastates.lineage.search.outcomes import Outcome, outcomes
+from datastates.lineage.search.refs import reflog, refs
+from datastates.lineage.show.texts import plural
 from datastates.lineage.states import GivenUp, Run, State, Status, Why
-from datastates.store.placing import own_bytes
 from datastates.store.roles import DurableTier
 from datastates.store.tier import Placed
 from datastates.store.tiers import CAPTURED
@@ -40,7 +47,7 @@ from datastates.system.interrupts import Mutex
 from datastates.system.logs import event
 from datastates.transport.session.desk import Place
 
-from .entry import Entry
+from .entry import Entry, lines_of
 from .leaving import Leaving
 from .parts import Parts
 from .telling import Heard, Mark, Said, Skip, Teller, tell
@@ -51,12 +58,13 @@ if TYPE_CHECKING:
 __all__ = ["PATIENCE_S", "Entry", "Journal", "Listener"]
 
 _logger = logging.getLogger(__name__)
+_T = TypeVar("_T")
 
 PATIENCE_S = 60.0
 """How long, in seconds, the database may be away before waiting callers get an error."""
 
 _MOST_WAITING = 10_000
-"""The most states that wait to be told; no more are captured then."""
+"""The most states that wait to be told, and that are remembered after they were told and left memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +94,9 @@ class Journal:
         self._turn = Mutex()
         """Held during a transaction, so that news stays in order; never taken under another lock."""
         self._waiting: dict[str, Entry] = {}
-        self._marks: dict[str, tuple[Placed, ...]] = {}
+        self._marks: dict[str, Sequence[Placed]] = {}
         self._told: dict[str, Entry] = {}
+        self._past: deque[Entry] = deque(maxlen=_MOST_WAITING)
         self._parts, self._teller = Parts(), Teller(database)
         self._evicted = Leaving()
         self._away_since: float | None = None
@@ -111,7 +120,11 @@ class Journal:
             return None
         waiting = [entry.new.facts for entry in list(self._waiting.values())]
         steps = ", ".join(f"{facts.branch} step {facts.step} ({facts.uid[:10]})" for facts in waiting[-5:])
-        what = f"{len(waiting)} states wait to be recorded, the last of them {steps}" if waiting else "nothing waits to be recorded"
+        what = (
+            f"{plural(len(waiting), 'state')} wait{'s' * (len(waiting) == 1)} to be recorded, the last of them {steps}"
+            if waiting
+            else "nothing waits to be recorded"
+        )
         return Unavailable(f"the lineage does not answer since {time.monotonic() - since:.0f} s ({self._why}); {what}", trouble="lineage")
 
     # --- what is told ------------------------------------------------------------------------------------------------------
@@ -180,25 +193,27 @@ class Journal:
             self._wait(entry)
             return True
 
-    def mark(self, uid: str, *placed: Placed) -> None:
-        """Note that a state is on this node's disk: each part of it that this process had.
+    def mark(self, placed: Mapping[str, Sequence[Placed]]) -> None:
+        """Note that states are on this node's disk: of each, the parts that this process had. They are told in one transaction.
 
-        :raises NotFound: neither the lineage nor this process knows the state. Any other error of the lineage is raised too, except that
-            the database is away.
+        :raises NotFound: neither the lineage nor this process knows one of the states. Any other error of the lineage is raised too, except
+            that the database is away.
         """
         with self._turn:
-            self._marks[uid] = placed
+            self._marks.update(placed)
             if self._away_since is not None:
                 return
             try:
-                self._mark_or_recall(uid, placed)
+                self._or_recall(partial(self._tell_marks, placed))
             except Unavailable as error:
                 self._note_away(error)
                 return
             except BaseException:
-                del self._marks[uid]
+                for uid in placed:
+                    self._marks.pop(uid, None)
                 raise
-        self._tell_durable(uid, placed)
+        for uid, each in placed.items():
+            self._tell_durable(uid, each)
 
     # --- states of several parts ---------------------------------------------------------------------------------------------
 
@@ -294,14 +309,7 @@ class Journal:
         :raises Unavailable: the database is away.
         """
         with self._turn:
-            try:
-                with self._database.write(durable=True) as session:
-                    told = self._tell_evictions(session)
-            except NotFound:
-                self._recall()
-                with self._database.write(durable=True) as session:
-                    told = self._tell_evictions(session)
-            self._evicted.note(told)
+            self._evicted.note(self._or_recall(self._tell_evictions))
             self._forget_gone()
 
     # --- the database is away, or has forgotten --------------------------------------------------------------------------------
@@ -314,7 +322,7 @@ class Journal:
             if self._away_since is None:
                 return
             try:
-                self._recall()
+                self._recall(self._waiting.values())
                 for entry in list(self._waiting.values()):
                     if entry.rank is None:
                         self._tell_late(entry)
@@ -366,7 +374,7 @@ class Journal:
         """Record all entries in one transaction; if that fails, record them one by one, to find those that cannot be recorded."""
         if len(entries) > 1:
             try:
-                told.update(self._tell_or_recall(entries))
+                told.update(self._or_recall(partial(self._tell, entries), entries))
             except Unavailable:
                 raise
             except Exception as error:  # whatever refuses one of them
@@ -378,7 +386,7 @@ class Journal:
                 refused[entry.new.uid] = refused[entry.new.facts.parent]
                 continue
             try:
-                told.update(self._tell_or_recall([entry]))
+                told.update(self._or_recall(partial(self._tell, [entry]), [entry]))
             except Unavailable:
                 raise
             except Exception as error:  # whatever refuses this state: its handle raises it, and the others are recorded
@@ -399,13 +407,14 @@ class Journal:
                 extra=event("lineage.away", reason=self._why),
             )
 
-    def _tell_or_recall(self, entries: Sequence[Entry]) -> dict[str, State | None]:
+    def _or_recall(self, do: Callable[[], _T], coming: Sequence[Entry] = ()) -> _T:
+        """The result of ``do``, which is done again if the lineage had forgotten what it needs."""
         try:
-            return self._tell(entries)
+            return do()
         except (NotFound, Conflict):
-            if not self._recall():
+            if not self._recall(coming):
                 raise
-            return self._tell(entries)
+            return do()
 
     def _tell(self, entries: Sequence[Entry]) -> dict[str, State | None]:
         """The recorded states; None for a part that was told, whose state may or may not be whole now."""
@@ -489,29 +498,22 @@ class Journal:
             self._listener.failed(entry.new.uid, error, entry)
         del self._waiting[entry.new.uid]
 
-    def _mark_or_recall(self, uid: str, placed: Sequence[Placed]) -> None:
-        try:
-            self._tell_mark(uid, placed)
-        except NotFound:
-            if not self._recall():
-                raise
-            self._tell_mark(uid, placed)
-
-    def _tell_mark(self, uid: str, placed: Sequence[Placed]) -> None:
-        marks = tuple(self._mark_of(uid, part) for part in placed)
-        status = self._teller.tell(Said(marks=marks, is_durable=True)).marked[uid]
-        if status is Status.CAPTURED:  # it has parts that are not on the disks of their ranks
-            self._parts.await_durable(uid, _added(placed))
-        del self._marks[uid]
+    def _tell_marks(self, placed: Mapping[str, Sequence[Placed]]) -> None:
+        marks = tuple(self._mark_of(uid, part) for uid, each in placed.items() for part in each)
+        marked = self._teller.tell(Said(marks=marks, is_durable=True)).marked
+        for uid, each in placed.items():
+            if marked[uid] is Status.CAPTURED:  # it has parts that are not on the disks of their ranks
+                self._parts.await_durable(uid, _added(each))
+            del self._marks[uid]
         self._forget_gone()
 
     def _mark_of(self, uid: str, placed: Placed) -> Mark:
         tier = self._local
-        return Mark(uid, tier.gives, tier.name, self._folder, placed.manifest.origin.rank, own_bytes(placed.manifest))
+        return Mark(uid, tier.gives, tier.name, self._folder, placed.manifest.origin.rank, placed.manifest.bytes_new)
 
     def _mark_late(self, uid: str, placed: Sequence[Placed]) -> None:
         try:
-            self._mark_or_recall(uid, placed)
+            self._or_recall(partial(self._tell_marks, {uid: placed}))
         except Unavailable:
             raise
         except DatastatesError as error:
@@ -526,9 +528,9 @@ class Journal:
         else:
             self._listener.durable(uid, _added(placed))
 
-    def _tell_evictions(self, session: Session) -> list[str]:
-        evicted = self._leaving()
-        if evicted:
+    def _tell_evictions(self) -> list[str]:
+        with self._database.write(durable=True) as session:
+            evicted = self._leaving()
             lineage_record.evict(session, evicted, tier=CAPTURED, node=self._holder)
         return evicted
 
@@ -538,58 +540,121 @@ class Journal:
 
     def _forget_gone(self) -> None:
         """Note that a commit was durable, and with it all earlier ones."""
-        for uid in self._evicted.settle():
-            self._told.pop(uid, None)
+        self._past += [self._told.pop(uid) for uid in self._evicted.settle() if uid in self._told]
 
     @undeterred
-    def _recall(self) -> bool:
-        """Tell again what the database has forgotten, runs included; returns whether there was anything."""
+    def _recall(self, coming: Iterable[Entry] = ()) -> bool:
+        """Tell again what the database has forgotten, runs and ancestors included; returns whether there was anything. ``coming`` is told
+        next.
+        """
+        told = {**{entry.new.uid: entry for entry in self._past}, **self._told}
         with self._database.read() as session:
-            unknown = [run for run in list(self._runs) if not _has_run(session, run)]
-            known = clones.known(session, {**self._told, **dict.fromkeys(self._evicted.untold())})
-        lost = [entry for uid, entry in self._told.items() if uid not in known]
-        was_in_the_way = self._leave_out_unknown(known)
+            unknown = [run for run in list(self._runs) if not _has_run(session, run.uid)]
+            known = clones.known(session, {**told, **dict.fromkeys(self._evicted.untold())})
+            ahead = {*self._waiting, *(entry.new.uid for entry in coming)}
+            lost = self._lost(session, told, ahead, [parent for entry in coming for parent in entry.new.facts.parents])
+        # evicted states that nobody knows any more would block all later news
+        was_in_the_way = self._evicted.keep(lambda uid: uid in known or uid in told or uid in self._waiting or uid in self._parts)
         if not unknown and not lost:
             return was_in_the_way
-        whole = self._local.whole_parts((entry.new.uid, entry.rank or 0) for entry in lost)
+        wanted = [(entry, range(entry.new.facts.world_size) if entry.rank is None else [entry.rank]) for entry in lost]
+        whole = self._local.whole_parts((entry.new.uid, rank) for entry, ranks in wanted for rank in ranks)
         with self._database.write(durable=True) as session:
             for run in unknown:
                 runs.start(session, run)
             for entry in lost:
                 self._tell_again(session, entry)
             tell(session, [Said(marks=tuple(self._mark_of(uid, placed) for (uid, _), placed in whole.items()))])
-            gone = clones.known(session, self._evicted.gone)
+            gone = clones.known(session, {*self._evicted.gone, *(entry.new.uid for entry in lost if entry.new.uid not in self._told)})
             lineage_record.evict(session, gone, tier=CAPTURED, node=self._holder)
-        self._parts.begin(entry for entry in lost if entry.rank is not None)  # the other ranks tell theirs again, too
+        self._parts.begin(
+            entry for entry in lost if entry.rank is not None and entry.new.uid in self._told
+        )  # others tell theirs again, too
+        # parts of memory that is gone are told once: their states may never be whole
+        self._past = deque((entry for entry in self._past if entry.rank is None), maxlen=_MOST_WAITING)
         self._forget_gone()
         _logger.warning(
-            "the lineage had forgotten %d states of this process: they are recorded again",
-            len(lost),
+            "the lineage had forgotten the run of this process, %s and their ancestors: they are recorded again",
+            plural(len(lost), "state"),
             extra=event("lineage.forgot", states=len(lost)),
         )
         return True
 
-    def _leave_out_unknown(self, known: Container[str]) -> bool:
-        """Drop evicted states that nobody knows any more, which would block all later news; returns whether there were any."""
-        return self._evicted.keep(lambda uid: uid in known or uid in self._told or uid in self._waiting or uid in self._parts)
+    def _lost(self, session: Session, told: dict[str, Entry], ahead: set[str], further: Iterable[str]) -> list[Entry]:
+        """What the database lacks of these states, of ``further`` ones and of their ancestors, parents first; what is ``ahead`` is told
+        later.
+        """
+        lost: dict[str, Entry] = {}
+        found: dict[str, Entry | None] = dict.fromkeys([*clones.known(session, told), *ahead])
+        stack = [*further, *reversed(told)]
+        while stack:
+            uid = stack[-1]
+            if uid not in found:  # of a part, other ranks have the rest, unless all are in the folder
+                own = told.get(uid)
+                found[uid] = own if own is not None and own.rank is None else self._in_folder(session, uid) or own
+            entry = found[uid]
+            above = [] if entry is None else [parent for parent in entry.new.facts.parents if parent not in found]
+            stack += above
+            if not above:
+                stack.pop()
+                if entry is not None:
+                    lost[uid] = entry
+        beyond = {parent for entry in lost.values() for parent in entry.new.facts.parents} - lost.keys()
+        of_runs = self._of_runs(session, lost, ahead) if beyond - clones.known(session, beyond).keys() else {}
+        if not of_runs:
+            return list(lost.values())
+        told = dict(sorted({**told, **of_runs}.items(), key=lambda item: to_us(item[1].new.facts.created_at)))
+        return self._lost(session, told, ahead, further)
+
+    def _of_runs(self, session: Session, lost: Mapping[str, Entry], ahead: set[str]) -> dict[str, Entry]:
+        """Further forgotten states of the runs of ``lost`` ones. They are no known ancestors, as states between them were never on disk."""
+        runs_ = {entry.new.facts.run for entry in lost.values()}
+        here = {uid for uid, _ in self._local.parts()} - lost.keys() - ahead
+        found = filter(None, (self._in_folder(session, uid) for uid in here - clones.known(session, here).keys()))
+        return {entry.new.uid: entry for entry in found if entry.new.facts.run in runs_}
+
+    def _in_folder(self, session: Session, uid: str) -> Entry | None:
+        """A state that the database lacks, from its manifests; None if it is known, or not all of them are here."""
+        manifests = {}
+        with suppress(DatastatesError):
+            size = 0 if clones.known(session, [uid]) else self._local.part_manifest(uid, 0).origin.world_size
+            manifests = {(uid, rank): self._local.part_manifest(uid, rank) for rank in range(size)}
+        news = [(rebuild.new_state(line), branch) for line, branch in lines_of(manifests)]
+        return next((Entry(replace(new, facts=replace(new.facts, branch=branch)), None) for new, branch in news), None)
 
     def _tell_again(self, session: Session, entry: Entry) -> None:
-        new = entry.new
+        new, facts = entry.new, entry.new.facts
+        if clones.known(session, [new.uid]):  # another rank told it meanwhile
+            return
         if entry.rank is not None:
             parts.record_parts(session, [parts.Telling(new, entry.rank, entry.reduce, entry.form)])
             return
+        if facts.run is not None and not _has_run(session, facts.run):  # of a process that has ended, about which nothing else is known
+            rebuild.put_runs(
+                session, [RunLine(facts.run, None, None, "", "", 0, (), None, None, {}, {}, to_us(facts.created_at), None)], {}
+            )
+        here = clones.known(session, facts.parents)
+        if len(here) < len(facts.parents):  # a parent that was only in memory: the state follows the newest one of its branch
+            head = next((ref.state for ref in refs(session) if ref.name == facts.branch), None)
+            edges = tuple(edge for edge in facts.edges if edge.parent in here)
+            new = replace(new, facts=replace(facts, parent=facts.parent if facts.parent in here else head, edges=edges))
         try:
             with session.begin_nested():
                 lineage_record.record(session, new)
         except Conflict as error:
-            _logger.warning("state %s is recorded again, without its branch: %s", new.uid, error)
+            moved = [ref for ref in refs(session) if ref.name == facts.branch and new.facts.parent]
+            is_older = bool(moved) and to_us(reflog(session, moved[0].name, limit=1)[0].created_at) < to_us(facts.created_at)
+            if not is_older:
+                _logger.warning("state %s is recorded again, without its branch: %s", new.uid, error)
             with session.begin_nested():
-                lineage_record.record(session, new.without_branch())
+                if is_older:  # the copy is from before the branch moved back, as by a guard
+                    lineage_refs.move(session, moved[0].name, str(new.facts.parent), expected=moved[0].state, reason="recorded again")
+                lineage_record.record(session, new if is_older else new.without_branch())
 
 
-def _has_run(session: Session, run: Run) -> bool:
+def _has_run(session: Session, uid: str) -> bool:
     try:
-        runs.get(session, run.uid)
+        runs.get(session, uid)
     except NotFound:
         return False
     return True
@@ -597,4 +662,4 @@ def _has_run(session: Session, run: Run) -> bool:
 
 def _added(placed: Sequence[Placed]) -> int:
     """The bytes that parts added to the disk."""
-    return sum(own_bytes(part.manifest) for part in placed)
+    return sum(part.manifest.bytes_new for part in placed)

@@ -20,7 +20,7 @@ import msgspec
 
 from datastates.errors import DatastatesError, Disconnected
 from datastates.lineage.change.parts import Telling, give_up, record_parts, skip_part, want_parts, wanted_parts
-from datastates.lineage.change.replicas import evict, mark
+from datastates.lineage.change.replicas import Mark, evict, mark_all
 from datastates.lineage.database import Database, undeterred
 from datastates.lineage.search.outcomes import Outcome, outcomes_of, statuses_of
 from datastates.lineage.states import StateFacts, Status, Why
@@ -41,18 +41,6 @@ class Skip:
     rank: int
     why: Why
     reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Mark:
-    """The fact that a tier of a node holds this rank's part of a state, and how many bytes that added."""
-
-    uid: str
-    status: Status
-    tier: str
-    node: str
-    rank: int
-    bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,10 +101,7 @@ def tell(session: Session, told: Sequence[Said]) -> list[Heard]:
     wishes = [(rank, uid in each.near, uid) for each in told for uid, rank in each.wishes.items()]
     for rank, is_near in sorted({(rank, is_near) for rank, is_near, _ in wishes}):
         want_parts(session, [uid for of, near, uid in wishes if (of, near) == (rank, is_near)], rank=rank, is_near=is_near)
-    marked = {}
-    for one in sorted((one for each in told for one in each.marks), key=lambda one: one.uid):  # in one order, as everyone locks them
-        status = mark(session, one.uid, one.status, tier=one.tier, node=one.node, rank=one.rank, bytes=one.bytes)
-        marked[one.uid, one.rank] = status
+    marked = mark_all(session, [one for each in told for one in each.marks])
     for tier, holder in sorted({(each.tier, each.holder) for each in told if each.evicted}):
         left = [uid for each in told if (each.tier, each.holder) == (tier, holder) for uid in each.evicted]
         evict(session, left, tier=tier, node=holder)

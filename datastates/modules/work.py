@@ -60,10 +60,11 @@ class Writing:
     """A state of the memory tier that has to be written.
 
     ``base`` is a manifest on disk that shares as much as is known; ``is_of_base``: both are captures of one line of this process.
-    ``manifest`` is what was written, with its places, once it was.
+    ``manifest`` is what was written, with its places, once it was, and ``size`` is how many bytes that added to the disk.
     """
 
     uid: str
     base: Manifest | None
     is_of_base: bool
     manifest: Manifest | None = None
+    size: int = 0

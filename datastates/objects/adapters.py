@@ -15,12 +15,14 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from datastates.content.arrays import MAX_DEPTH
+from datastates.content.layouts import plain_tensors
 from datastates.content.spread import local_of
+from datastates.content.tree import MOST_OBJECTS, expanded
 from datastates.errors import InvalidInput
 
 from .flattened import parameters_of, state_of_optimizer
 from .generators import is_generator, state_of
-from .model_state import ModelState, Seen
+from .model_state import FROZEN, ModelState, Seen
 from .names import Owner, canonical_name, join, parameter_names, split_wrappers
 from .optimizer_state import OptimizerState
 from .optimizers import CLASS, INNER, bare, check_optimizer_form, class_of, left_out, with_inner
@@ -29,6 +31,7 @@ from .owned import Owned, is_own
 from .prepared import is_prepared, is_stateful, state_of_loader
 from .rng import RngState
 from .scalers import state_of_scaler
+from .sources import loses_shuffle_buffer
 
 __all__ = ["GRADIENTS", "IN_BACKWARD", "Adapted", "has_state", "holds_state", "parts"]
 
@@ -50,20 +53,22 @@ class Adapted:
     :raises InvalidInput: an object cannot be tracked; names it and says what can.
     """
 
-    def __init__(self, objects: Mapping[str, object], *, gradients: bool = False) -> None:
+    def __init__(self, objects: Mapping[str, object], *, gradients: bool = False, frozen: bool = True) -> None:
         for path, found in parts(objects):
             _check_trackable(path, found)
         if gradients and GRADIENTS in objects:
             raise InvalidInput(f"the name {GRADIENTS!r} is taken by the gradients: rename that object")
         self.objects = _with_hidden_optimizers(objects)
-        self.has_gradients = gradients
+        self.has_gradients, self.has_frozen = gradients, frozen
         self._models: dict[int, ModelState] = {}
         self._optimizer_states: dict[int, OptimizerState] = {}
         self.lasting: list[object] = []
         self.own_buffers: OwnBuffers | None = None
         self._flattened = [model for _, model in self.models() if model.is_flattened]
-        if gradients and self._flattened:
-            raise InvalidInput("gradients of a FullyShardedDataParallel lie flat, and are not captured: track without gradients=True")
+        if (gradients or not frozen) and self._flattened:
+            raise InvalidInput(
+                "parameters and gradients of a FullyShardedDataParallel lie flat: track it without gradients=True and frozen=False"
+            )
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -94,6 +99,8 @@ class Adapted:
             self.lasting.append(kept)
         if self.has_gradients:
             tree[GRADIENTS] = {path: _gradients_of(model) for path, model in walk.trees}
+        if left := {path: "\n".join(sorted(model.left_out)) for path, model in self.models() if model.left_out}:
+            tree[FROZEN] = left
         for out, generator in walk.generators:
             out.update(generator.state_dict() if isinstance(generator, RngState) else state_of(generator))
         return tree
@@ -113,11 +120,11 @@ class Adapted:
     def _add_optimizers(self, walk: _Walk) -> None:
         trees, labels = Seen([tree for _, tree in walk.trees], []), ([path for path, _ in walk.trees], self._loose())
         for out, optimizer in walk.optimizers:
-            found = self._add_optimizer(out, optimizer, walk, trees, labels)
+            found = self._add_optimizer(out, optimizer, trees, labels)
             for name, inner in self.left_out_of(found).items():
-                self._add_optimizer(out.setdefault(INNER, {}).setdefault(name, {}), inner, walk, trees, labels)
+                self._add_optimizer(out.setdefault(INNER, {}).setdefault(name, {}), inner, trees, labels)
 
-    def _add_optimizer(self, out: dict[str, Any], optimizer: Optimizer, walk: _Walk, trees: Seen, labels: object) -> Optimizer:
+    def _add_optimizer(self, out: dict[str, Any], optimizer: Optimizer, trees: Seen, labels: object) -> Optimizer:
         """Fill in the tree of an optimizer; returns the bare one."""
         flattened = self.flattened_of(optimizer)
         if flattened is not None:
@@ -127,7 +134,7 @@ class Adapted:
         state = self._optimizer_states.get(id(optimizer))
         if state is None:
             state = self._optimizer_states[id(optimizer)] = OptimizerState(optimizer)
-        out.update(state.tree(partial(self._names_in, walk, optimizer), trees, labels))
+        out.update(state.tree(partial(self._names_in, optimizer), trees, labels))
         self.lasting += state.lasting
         return state.optimizer
 
@@ -136,14 +143,15 @@ class Adapted:
         tracked = self.optimizers if (found := left_out(optimizer)) else ()
         return {name: inner for name, inner in found.items() if all(each.state is not inner.state for each in tracked)}
 
-    def _names_in(self, walk: _Walk, optimizer: Optimizer) -> list[list[str]]:
-        return self._names([(path, _by_id(tree)) for path, tree in walk.trees], optimizer)
+    def _names_in(self, optimizer: Optimizer) -> list[list[str]]:
+        return self._names([(path, _by_id(model.whole)) for path, model in self.models()], optimizer)
 
     def model_state(self, path: str, module: nn.Module) -> ModelState:
         """The object that keeps the names of a tracked module."""
         model = self._models.get(id(module))
         if model is None:
             model = self._models[id(module)] = ModelState(path, module)
+            model.trained = None if self.has_frozen else set()
         return model
 
     def models(self) -> list[tuple[str, ModelState]]:
@@ -170,12 +178,14 @@ class Adapted:
             for _, value in parts({"": list(optimizer.state.values())}):
                 if isinstance(value, torch.Tensor):
                     found[id(value)] = value
-        return list(found.values())
+        return [plain for tensor in found.values() for plain in plain_tensors(tensor)]
 
     def size_bytes(self) -> int:
         """The approximate size of a state without asking objects for it: what modules and optimizers have on this rank."""
-        held = [tensor for module in self.modules for tensor in (*module.parameters(), *module.buffers())]
-        here = {id(tensor): local for tensor in (*held, *self.fenced()) if (local := local_of(tensor)) is not None}
+        left = {id(model.whole[name]) for model in self._models.values() for name in model.left_out}
+        held = [each for module in self.modules for each in (*module.parameters(), *module.buffers()) if id(each) not in left]
+        plain = (each for tensor in held for each in plain_tensors(tensor))
+        here = {id(tensor): local for tensor in (*plain, *self.fenced()) if (local := local_of(tensor)) is not None}
         return sum(local.nbytes for local in here.values() if local.layout is torch.strided)  # sparse ones do not say
 
     def frozen(self) -> list[torch.Tensor]:
@@ -186,11 +196,11 @@ class Adapted:
             for parameter, kept in optimizer.state.items():
                 if not parameter.requires_grad and isinstance(kept, dict):
                     found += (value for value in kept.values() if isinstance(value, torch.Tensor))
-        return found
+        return [plain for tensor in found for plain in plain_tensors(tensor)]
 
     def buffers(self) -> list[torch.Tensor]:
         """The tensors of modules that are not parameters: each replica may change its own, as batch norm does."""
-        return [buffer for module in self.modules for buffer in module.buffers()]
+        return [plain for module in self.modules for buffer in module.buffers() for plain in plain_tensors(buffer)]
 
     def _names(self, owners: Sequence[Owner], optimizer: Optimizer) -> list[list[str]]:
         return parameter_names(owners, self._loose, optimizer.param_groups)
@@ -221,7 +231,7 @@ class _Walk:
         if self._is_outlook and not _is_ready(found):
             return None
         if isinstance(found, nn.Module):
-            tree = self._adapted.model_state(path, found).tree()
+            tree = self._adapted.model_state(path, found).kept()
             self.trees.append((path, tree))
             return tree
         if isinstance(found, Optimizer):
@@ -277,10 +287,15 @@ def holds_state(found: object) -> bool:
 def parts(objects: Mapping[Any, object], path: str = "", _above: tuple[object, ...] = ()) -> Iterator[tuple[str, Any]]:
     """Everything tracked that is not a container, with its path.
 
-    :raises InvalidInput: a container holds itself.
+    :raises InvalidInput: a container holds itself, or containers are used so often that there are too many parts.
     """
     for key, found in objects.items():
         here = join(path, key)
+        if not _above and expanded(found, lambda _: 1, {}) > MOST_OBJECTS:
+            raise InvalidInput(
+                f"{here.removeprefix('%') or 'the object'} has more than {MOST_OBJECTS} parts, counted as often as they are used: keep "
+                "numbers in arrays, and use a container that holds others only once"
+            )
         if not isinstance(found, dict | list | tuple | deque):
             yield here, found
             continue
@@ -292,9 +307,14 @@ def parts(objects: Mapping[Any, object], path: str = "", _above: tuple[object, .
 def _check_trackable(path: str, found: object) -> None:
     if isinstance(found, Optimizer):
         check_optimizer_form(path, found)
+    kind = type(found).__name__
+    if has_state(found) and loses_shuffle_buffer(found):
+        raise InvalidInput(
+            f"{path} is a {kind} over a shuffle buffer, whose samples its state leaves out: a training that is resumed gets other samples;"
+            " leave it out and loop over run.steps(loader), which reads the stream again up to its place"
+        )
     if has_state(found):
         return
-    kind = type(found).__name__
     if isinstance(found, DataLoader):
         raise InvalidInput(
             f"{path} is a DataLoader, which does not know its position: leave it out and loop over run.steps(loader), which finds the place"

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from typing import Any
 
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Sampler
 
 from datastates.errors import InvalidInput
 from datastates.system.notices import say
 
 from .passes import Pass
-from .sources import parts_of, set_epoch
+from .sources import data_within, set_epoch
 
 __all__ = ["LOOPS", "Loops", "divided_again", "divides_its_loader"]
 
@@ -49,6 +49,8 @@ class Loops:
         self._captured_over: int | None = None
         self._said: set[str] = set()
         self._aside: list[Pass] = []
+        self._counts: dict[int, int] = {}
+        self._resumed_at: dict[int, int] = {}
         self._is_stopped = self._is_here = self._leaves_rest = False
 
     @property
@@ -58,6 +60,10 @@ class Loops:
 
     def state_dict(self) -> dict[str, object]:
         """Plain values; small."""
+        self._note_counts(self._passes)
+        return {**self._state(), "counts": {**self._counts}} if self._counts else self._state()
+
+    def _state(self) -> dict[str, object]:
         going = self._going()
         if self.is_counting or self._is_stopped:
             if _is_within(going) or (not going and self._has_passes) or self._is_stopped:
@@ -89,16 +95,17 @@ class Loops:
         epoch = state.get("epoch")
         self._has_counted, self._is_lost = epoch is not None, not state
         self.epoch = epoch or 0
-        self._waiting, self._passes = _without_followed(state.get("passes", ())), []
+        self._waiting, self._passes = list(state.get("passes", ())), []
         self._drops_rest = bool(state.get("is_left", False))
         self._left = list(state.get("left", ()))
+        self._counts, self._resumed_at = dict(state.get("counts", {})), {}
         self._is_put_back, self._captured_bare, self._captured_over = True, None, None
         self._aside, self._last, self._is_stopped, self._is_here, self._leaves_rest = [], [], False, False, False
         self.version += 1
         if epoch is not None:
-            for loader in self._tracked():
-                for part in parts_of(loader) if isinstance(loader, DataLoader) else ():
-                    set_epoch(part, epoch)
+            spans = any("spans" in place for place in self._waiting)  # a stream that keeps its place takes it in the epoch that it began in
+            for part in data_within(each for each in self._tracked() if not spans or isinstance(each, DataLoader)):
+                set_epoch(part, epoch)
 
     @property
     def is_counted(self) -> bool:
@@ -136,7 +143,10 @@ class Loops:
         if is_resumed and self._is_lost:
             self._warn("lost", "the state does not say which epoch it is of: run.epochs begins with epoch 0")
         if self.epoch >= epochs:
-            say(f"nothing is left to do: {self.epoch} of {epochs} epochs are done; raise run.epochs({epochs}) to go on")
+            say(
+                f"nothing is left to do: {self.epoch} of {epochs} epochs are done; raise run.epochs({epochs}) to go on"
+                f"; a schedule that ends with the training takes the new length with track(hyperparameters='script')"
+            )
         if self._is_stopped:
             left = [each for each in self._passes if each.is_over]
             self._waiting = [*map(self._place_of, left), *self._waiting]
@@ -148,6 +158,10 @@ class Loops:
             while self.epoch < epochs:
                 self._set_aside()
                 self._is_put_back = False
+                if not self._going():
+                    # Loaders and samplers are told by the pass that begins: a pass that spans epochs keeps its place.
+                    for part in data_within(each for each in self._tracked() if not isinstance(each, DataLoader | Sampler)):
+                        set_epoch(part, self.epoch)
                 try:
                     yield self.epoch
                 except GeneratorExit:
@@ -166,10 +180,31 @@ class Loops:
     def _set_aside(self) -> None:
         """Begin another epoch: passes that are not over may go on in it."""
         if over := [each for each in self._passes if each.is_over]:
+            self._note_counts(over)
             self._leaves_rest = _leave_rest(over)
             self._last, self._left = over, []
         self._aside = [each for each in (*self._aside, *self._passes) if not each.is_over]
         self._passes = []
+
+    def _note_counts(self, passes: Iterable[Pass]) -> None:
+        """Note after how many batches the script left its passes, as counted from 0 in each; 0: it left them at different places.
+
+        The script counted from 0 again in a resumed pass that has more batches than the others, or in which it used as many more.
+        """
+        for each in [each for each in passes if each.is_over and each.batches and each.limit is None and not each.is_noted]:
+            each.is_noted = True
+            count = each.batches - each.resumed_at if each.is_left else 0
+            usual = self._counts.get(each.order)
+            resumed_at = each.resumed_at or self._resumed_at.get(each.order, 0)
+            if usual and resumed_at and (count == usual or (each.resumed_at and each.batches > usual)):
+                self._warn(
+                    "count",
+                    f"a pass of run.steps that was resumed after {resumed_at} batches has more than the {usual} after which others were"
+                    " left: islice, zip and enumerate count from 0 again in a resumed pass;"
+                    f" use run.steps(loader, limit={usual}) or run.enumerate(loader)",
+                )
+            self._counts[each.order] = count if usual in (None, count) else 0
+            self._resumed_at[each.order] = resumed_at
 
     def _stop(self) -> None:
         """Note that the epochs were left: at the end of one if its passes were over, else within it. It may be the end of the interpreter,
@@ -183,21 +218,32 @@ class Loops:
         else:
             self._is_stopped = True
 
-    def batches(self, source: Iterable[Any], *, is_resumed: bool, is_outside: bool = False) -> Iterator[Any]:
+    def batches(
+        self,
+        source: Iterable[Any],
+        *,
+        is_resumed: bool,
+        is_outside: bool = False,
+        limit: int | None = None,
+        is_checked: bool = True,
+        is_numbered: bool = False,
+    ) -> Generator[Any]:
         """The batches of one pass over ``source``, from where it was left; if a state is restored meanwhile, from that state's place.
-        ``is_outside``: it was asked for before the epochs began, and may go on from one to the next.
+        ``is_outside``: it was asked for before the epochs began, and may go on from one to the next. ``limit``: the most batches of the
+        pass. ``is_checked``: whether a replayed batch must be the one that was used. ``is_numbered``: each comes with its number.
         """
         tracked = list(self._tracked())
         ids = set(map(id, tracked))
-        turn = Pass(source, lambda part: id(part) in ids, tracked, self._said)
-        follows = self.is_counting and self._follows(turn)
+        turn = Pass(source, lambda part: id(part) in ids, tracked, self._said, limit=limit, is_checked=is_checked)
+        # Whether it follows a pass over the same source that may go on from epoch to epoch, and so took that source's place.
+        follows = self.is_counting and any(each.spans and each.is_same(turn) for each in (*self._last, *self._aside, *self._passes))
         turn.is_outside, turn.spans = is_outside, follows or (self.is_counting and is_outside)
         self._begin_turn(turn, is_resumed=is_resumed)
         try:
             while True:
                 version = self.version
                 for batch in self._iterate(turn, follows=follows):
-                    yield batch
+                    yield (turn.batches - 1, batch) if is_numbered else batch
                     if version != self.version and turn.is_repeatable:
                         break
                     if turn in self._aside:
@@ -218,20 +264,17 @@ class Loops:
                     "bare", f"a capture before run.steps in epoch {self.epoch} says that the epoch is over: capture in its body, or after"
                 )
         else:
-            if is_resumed and not self.is_counted_elsewhere and self._has_been_through():
+            if is_resumed and not self.is_counted_elsewhere and self._passes and all(each.is_over for each in self._passes):
                 self._warn(
                     "by hand",
                     "this training was resumed, and run.steps begins its data again: `for epoch in range(n)` counts from 0 again; loop over"
                     " run.epochs(n), which goes on in the right epoch (a loop that ends by run.step is right as it is)",
                 )
+            self._note_counts(self._passes)
             self._passes, self._is_stopped = [each for each in self._passes if not each.is_over], False
         self._passes = [each for each in self._passes if each.is_over or not each.is_same(turn)]
         self._aside = [each for each in self._aside if not each.is_same(turn)]
         self._add(turn)
-
-    def _follows(self, turn: Pass) -> bool:
-        """Whether the pass follows one over the same source that may go on from epoch to epoch, which took that source's place."""
-        return any(each.spans and each.is_same(turn) for each in (*self._last, *self._aside, *self._passes))
 
     def _add(self, turn: Pass) -> None:
         """Count a pass among those of this epoch: one that spans epochs in the place of the one that it follows, as a training that goes on
@@ -272,9 +315,6 @@ class Loops:
         turn.spans |= "spans" in found[0]
         return found[0]
 
-    def _has_been_through(self) -> bool:
-        return bool(self._passes) and all(each.is_over for each in self._passes)
-
     def _iterate(self, turn: Pass, *, follows: bool) -> Iterator[Any]:
         """Iterate over what is left of the pass."""
         self._is_put_back = False
@@ -289,11 +329,13 @@ class Loops:
         self._leaves_rest = False
         if place is not None:
             is_empty = True
-            for batch in (None if place["is_over"] else turn.go_on(place, epoch, is_here=self._is_here)) or ():
+            rest = None if place["is_over"] else turn.go_on(place, None if turn.spans else epoch, is_here=self._is_here)
+            for batch in rest or ():
                 is_empty = False
                 yield batch
             if not is_empty or self.is_counting or not turn.is_repeatable:
                 return  # a pass that was over ends once more in its epoch; without epochs nothing would follow it
+            turn.leave()  # it had all of its batches
         drops, self._drops_rest = self._drops_rest, False
         yield from turn.begin(epoch, drop=drops)
 
@@ -329,18 +371,6 @@ def _if_any(left: list[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 def _asides(going: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """The places of passes that go on in the next epoch."""
     return [{**place, "is_aside": True} for place in going if "spans" in place and not place["is_over"]]
-
-
-def _without_followed(places: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The places without those of passes over a source that has a later one: older states hold all that a source had in an epoch."""
-
-    def is_followed(place: Mapping[str, Any], later: Sequence[Mapping[str, Any]]) -> bool:
-        found = [each for each in later if not each.get("is_aside") and each.get("spans") == place["spans"]]
-        return any(each.get("length") == place.get("length") for each in found)
-
-    return [
-        place for i, place in enumerate(places) if not place["is_over"] or "spans" not in place or not is_followed(place, places[i + 1 :])
-    ]
 
 
 def divides_its_loader(state: Mapping[str, Any] | None) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from datastates.content.layouts import are_alike, is_wrapping, plain_tensors
 from datastates.errors import Corrupt, InvalidInput
 
 from .flattened import write_model
@@ -25,11 +26,12 @@ __all__ = ["check_gradients", "check_module"]
 _EXTRA = "_extra_state"
 
 
-def check_module(path: str, model: ModelState, stored: object, findings: Findings) -> None:
+def check_module(path: str, model: ModelState, stored: object, findings: Findings, frozen: object = None) -> None:
     """Find out what of ``stored`` fits, and note the write that puts it into the module.
 
     Hooks, extra state and versions work as in ``load_state_dict``. A tied tensor of the module is satisfied by any of its names. Entries
-    that a part loads in a way of its own fit if that part takes them.
+    that a part loads in a way of its own fit if that part takes them. ``frozen`` are the names that the state leaves out, each on a line:
+    none of them is missing.
     """
     if not isinstance(stored, dict):
         findings.mismatched.append(Mismatch(path, describe(stored), type(model.module).__name__))
@@ -42,13 +44,14 @@ def check_module(path: str, model: ModelState, stored: object, findings: Finding
     if metadata is not None and not (isinstance(metadata, dict) and all(isinstance(each, dict) for each in metadata.values())):
         raise Corrupt(f"{path} has versions of modules in a form that no module wrote: restore another state")
     own_loading = OwnLoading(model.module)
+    left = {*frozen.split("\n")} if isinstance(frozen, str) else set()
     taken = set() if model.is_flattened else _taken(own_loading, live, stored, findings)
     for name, target in live.items():
         here = join(path, name)
         if name in stored:
             if findings.wants(here) and (_is_extra(name) or name in taken or findings.fits(here, stored[name], target)):
                 chosen[name] = stored[name]
-        elif not any(other in stored for other in ties.get(name, ())) and findings.selection.wants(here):
+        elif name not in left and not any(other in stored for other in ties.get(name, ())) and findings.selection.wants(here):
             findings.missing.append(here)
     findings.unexpected += [here for name in stored if name not in live and findings.selection.wants(here := join(path, name))]
     _check_ties(path, chosen, ties, findings)
@@ -94,16 +97,10 @@ def _taken(own_loading: OwnLoading, live: Mapping[str, object], stored: Mapping[
     unlike: dict[str, list[str]] = {}
     for name, target in live.items() if own_loading else ():
         part = own_loading.part_of(name)
-        if part is not None and name in stored and not _is_extra(name) and not _looks_like(stored[name], target):
+        if part is not None and name in stored and not _is_extra(name) and not are_alike(target, stored[name]):
             unlike.setdefault(part, []).append(name)
     # Before the bytes are there nobody can be asked: the check with the values does it.
     return {name for part, names in unlike.items() if not findings.has_values or own_loading.takes(part, stored) for name in names}
-
-
-def _looks_like(stored: object, live: object) -> bool:
-    if not isinstance(stored, torch.Tensor) or not isinstance(live, torch.Tensor):
-        return False
-    return (stored.shape, stored.dtype) == (live.shape, live.dtype)
 
 
 def _load(
@@ -119,7 +116,7 @@ def _load(
     for name, value in raw.items():
         if not isinstance(value, torch.Tensor):
             state[name] = own(value)
-        elif _repeats(targets[name]):
+        elif _repeats(targets[name]) or is_wrapping(targets[name]):
             write_tensor(targets[name], value)
         elif is_spread(targets[name]):
             state[name] = value if lies_as(value, targets[name]) else cut_for(targets[name], value)
@@ -161,14 +158,17 @@ def _check_ties(path: str, chosen: Mapping[str, object], ties: Mapping[str, list
 def _is_same(one: object, other: object, *, has_values: bool) -> bool:
     if one is other or not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
         return True
-    if (one.shape, one.dtype) != (other.shape, other.dtype):
+    if not are_alike(one, other):
         return False
     if not has_values:
         return True
     if is_spread(one) or is_spread(other):  # ranks see what they hold themselves, and ask nobody
         return not lies_as(one, other) or _is_same(local_of(one), local_of(other), has_values=True)
     # As bytes: a NaN equals itself.
-    return torch.equal(one.detach().contiguous().view(-1).view(torch.uint8), other.detach().contiguous().view(-1).view(torch.uint8))
+    return all(
+        torch.equal(mine.detach().contiguous().view(-1).view(torch.uint8), theirs.detach().contiguous().view(-1).view(torch.uint8))
+        for mine, theirs in zip(plain_tensors(one), plain_tensors(other), strict=True)
+    )
 
 
 def _repeats(target: object) -> bool:

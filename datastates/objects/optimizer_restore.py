@@ -9,6 +9,9 @@ from typing import Any
 import torch
 from torch.optim import ASGD, LBFGS, Optimizer
 
+from datastates.content.layouts import are_alike
+from datastates.errors import InvalidInput
+
 from .flattened import load_flattened_optimizer
 from .locals import cut_for, on_all
 from .model_state import ModelState
@@ -18,12 +21,12 @@ from .optimizers import CLASS, bare, class_of
 from .placements import is_spread
 from .report import Findings, Mismatch, describe, leaf_paths, own, write_tensor
 
-__all__ = ["check_optimizer", "set_option"]
+__all__ = ["HOW", "check_optimizer", "set_option"]
 
 Names = list[list[str]]
 Tree = Mapping[str, Any]
 
-_HOW = frozenset({"foreach", "fused", "capturable", "differentiable"})
+HOW = frozenset({"foreach", "fused", "capturable", "differentiable"})
 """Options that say how this process computes a step, not what it computes. A restore leaves them, so a state of a GPU fits a CPU."""
 
 _SHAPED = frozenset(
@@ -34,7 +37,13 @@ _SHAPED = frozenset(
 
 
 def check_optimizer(
-    path: str, optimizer: Optimizer, names: Names, stored: object, findings: Findings, flattened: ModelState | None = None
+    path: str,
+    optimizer: Optimizer,
+    names: Names,
+    stored: object,
+    findings: Findings,
+    flattened: ModelState | None = None,
+    lost: Collection[object] = (),
 ) -> None:
     """Find out what of ``stored`` fits, and note the writes that put it into ``optimizer``.
 
@@ -42,6 +51,9 @@ def check_optimizer(
     ``load_state_dict`` does. Parameters are matched by name, or by order if nothing tracked names them. The state of another class of
     optimizer never fits. ``flattened`` is the model of its parameters, if FSDP's first version flattened them: torch then divides the
     state.
+
+    The state of a parameter is restored completely or not at all. ``lost`` are the ids of parameters, or their names in a ``flattened``
+    model, that are not restored themselves: their state is left out.
     """
     if not (isinstance(stored, dict) and isinstance(stored.get("state"), dict) and isinstance(stored.get("param_groups"), list)):
         findings.mismatched.append(Mismatch(path, describe(stored), type(optimizer).__name__))
@@ -55,7 +67,7 @@ def check_optimizer(
         else:
             findings.skipped.append(path)
         return
-    check = _Check(path, optimizer, names, stored, findings)
+    check = _Check(path, optimizer, names, stored, findings, lost)
     if not check.align_by_position():
         return
     if flattened is not None:
@@ -71,8 +83,8 @@ def check_optimizer(
 class _Check:
     """The check of one optimizer against one stored tree."""
 
-    def __init__(self, path: str, optimizer: Optimizer, names: Names, stored: Tree, findings: Findings) -> None:
-        self.path, self.optimizer, self.names, self.findings = path, optimizer, names, findings
+    def __init__(self, path: str, optimizer: Optimizer, names: Names, stored: Tree, findings: Findings, lost: Collection[object]) -> None:
+        self.path, self.optimizer, self.names, self.findings, self.lost = path, optimizer, names, findings, lost
         self.stored_groups: list[dict[str, Any]] = stored["param_groups"]
         self.stored_state: dict[Any, Any] = stored["state"]
         self.stored_names: Names = [list(group["params"]) for group in self.stored_groups]
@@ -109,9 +121,12 @@ class _Check:
         self.findings.unexpected += [self._state_path(name) for name in there if name not in known]
         if known.keys() == there.keys() and {frozenset(row) for row in self.names} != {frozenset(row) for row in self.stored_names}:
             self._note_partition(0)
-        elif known.keys() == there.keys() and self.findings.is_wanted_whole(self.path, leaves):
-            self.findings.restored += leaves
-            self.findings.loads.append((self.path, load))
+        elif self.findings.is_wanted_whole(self.path, leaves):
+            if known.keys() != there.keys() or self._loses_some():
+                self._note_lost(self.path)
+            else:
+                self.findings.restored += leaves
+                self.findings.loads.append((self.path, load))
 
     # --- parameter groups --------------------------------------------------------------------------------------------------
 
@@ -124,8 +139,6 @@ class _Check:
         if others and len(self.stored_names) > len(self.names):
             groups = f"{self.path} has {len(self.names)} of the state's {len(self.stored_names)} parameter groups"
             self.findings.hints.append(f"{groups}: call add_param_group for the rest before restoring, or pass strict=False to go without")
-        if isinstance(self.optimizer, LBFGS) and known.keys() == stored.keys() and list(known) != list(stored):
-            self.findings.mismatched.append(Mismatch(self.path, "another order of the parameters", "an LBFGS, whose state depends on it"))
         free = dict(enumerate(map(set, self.stored_names)))
         for index, row in enumerate(self.names):
             match = next((j for j, names in free.items() if names == set(row)), None)
@@ -156,7 +169,7 @@ class _Check:
     def _options(self, index: int, live: dict[str, Any]) -> None:
         path = join(join(self.path, "param_groups"), index)
         for key, value in options_of(self.stored_groups[index]).items():
-            if key in _HOW and key in live:
+            if key in HOW and key in live:
                 continue
             if self.findings.wants(join(path, key)):
                 self.findings.restored.append(join(path, key))
@@ -168,6 +181,12 @@ class _Check:
         """Note the writes of the state. A parameter for which the stored optimizer had no state loses its own."""
         parameters = {name: (parameter, group) for name, parameter, group in self._parameters()}
         stored_names = _all(self.stored_names)
+        if isinstance(self.optimizer, LBFGS) and (list(parameters) != list(stored_names) or self._loses_some()):
+            if self._asks(join(self.path, "state")):
+                self.findings.mismatched.append(
+                    Mismatch(self.path, "other parameters, or another order of them", "an LBFGS, whose state depends on all of them")
+                )
+            return
         for name, entry in self.stored_state.items():
             if name in parameters:
                 self._entry(name, *parameters[name], entry)
@@ -175,7 +194,8 @@ class _Check:
                 self.findings.restored.append(path)
                 self.findings.writes.append(partial(self._write_other, name, entry))
         for name, (parameter, _) in parameters.items():
-            if name in stored_names and name not in self.stored_state and self.findings.wants(self._state_path(name)):
+            is_gone = name in stored_names and name not in self.stored_state and id(parameter) not in self.lost
+            if is_gone and self.findings.wants(self._state_path(name)):
                 self.findings.writes.append(partial(self.optimizer.state.pop, parameter, None))
 
     def _entry(self, name: str, parameter: torch.Tensor, group: Tree, entry: object) -> None:
@@ -184,16 +204,22 @@ class _Check:
             self.findings.mismatched.append(Mismatch(path, describe(entry), "a dict"))
             return
         live = self.optimizer.state.get(parameter, {})
-        chosen = {}
-        for key, value in entry.items():
-            here = join(path, key)
-            if self.findings.wants(here) and self._fits(here, key, value, parameter):
-                chosen[key] = value
-                self.findings.restored += leaf_paths(value, here)
+        chosen = {key: value for key, value in entry.items() if self.findings.wants(join(path, key))}
         is_whole = len(chosen) == len(entry) and self.findings.selection.wants(path)
+        if id(parameter) in self.lost and chosen:
+            self._note_lost(path)
+            return
+        if not all(self._fits(join(path, key), key, value, parameter) for key, value in chosen.items()):
+            return
+        if chosen and not entry.keys() <= {*chosen, *live}:
+            raise InvalidInput(
+                f"only={self.findings.selection.patterns!r} asks for a part of {path}, and the rest is not there: ask for {path!r}"
+            )
+        for key, value in chosen.items():
+            self.findings.restored += leaf_paths(value, join(path, key))
         apart = {key for key in chosen if self.findings.is_apart(join(path, key), live.get(key))}
         for key, value in chosen.items():
-            if key not in apart and _goes_into(live.get(key), value):
+            if key not in apart and are_alike(live.get(key), value):
                 self.findings.overwrites(join(path, key), value, live[key], is_replaceable=True)
             elif _lies_with(key, value, parameter):
                 self.findings.made_like(value, parameter)
@@ -227,12 +253,14 @@ class _Check:
     def _written(self, parameter: torch.Tensor, group: Tree, key: object, live: object, stored: object, *, is_apart: bool) -> object:
         if not isinstance(stored, torch.Tensor):
             return self.findings.own(stored, parameter.device)
-        if isinstance(live, torch.Tensor) and not is_apart and _goes_into(live, stored):
+        if isinstance(live, torch.Tensor) and not is_apart and are_alike(live, stored):
             write_tensor(live, stored)
             return live
         if not is_spread(stored) and is_spread(parameter) and stored.dim():
             made = cut_for(parameter, stored) if _lies_with(key, stored, parameter) else on_all(parameter, stored)
             return self.findings.own(made, parameter.device)
+        if id(parameter) in self.findings.converted_ids and stored.dim() and stored.is_floating_point():
+            stored = stored.to(parameter.dtype)  # torch's optimizers compute in the dtype of the parameter
         if isinstance(live, torch.Tensor):
             return self.findings.own(stored, live.device)
         return self.findings.own(stored, _home(self.optimizer, group, key, parameter))
@@ -241,6 +269,13 @@ class _Check:
         self.optimizer.state[key] = self.findings.own(entry)
 
     # --- helpers -----------------------------------------------------------------------------------------------------------
+
+    def _loses_some(self) -> bool:
+        parameters = (each for group in self.optimizer.param_groups for each in group["params"])  # of a flattened model, fewer than names
+        return any(name in self.lost for name in _all(self.names)) or any(id(each) in self.lost for each in parameters)
+
+    def _note_lost(self, path: str) -> None:
+        self.findings.mismatched.append(Mismatch(path, "what belongs to other parameters", "parameters that are not restored"))
 
     def _parameters(self) -> Iterator[tuple[str, torch.Tensor, Tree]]:
         for group, row in zip(self.optimizer.param_groups, self.names, strict=True):
@@ -252,13 +287,6 @@ class _Check:
 
     def _asks(self, *paths: str) -> bool:
         return any(map(self.findings.selection.wants, paths))
-
-
-def _goes_into(live: object, stored: object) -> bool:
-    """Whether a tensor of the state is written into the existing one."""
-    if not isinstance(live, torch.Tensor) or not isinstance(stored, torch.Tensor):
-        return False
-    return (live.shape, live.dtype, live.layout) == (stored.shape, stored.dtype, stored.layout)
 
 
 def _lies_with(key: object, stored: object, parameter: torch.Tensor) -> bool:

@@ -8,7 +8,9 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from datastates.errors import InvalidInput
+from datastates.content.encoding import encoder_of
+from datastates.content.spread import is_spread
+from datastates.errors import InvalidInput, Unsupported
 
 __all__ = ["CLASS", "INNER", "bare", "check_optimizer_form", "class_of", "has_hooks", "is_zero", "left_out", "with_inner"]
 
@@ -79,16 +81,29 @@ def class_of(optimizer: Optimizer) -> str:
 
 
 def check_optimizer_form(path: str, optimizer: Optimizer) -> None:
-    """Raise unless it can be read like an optimizer.
+    """Raise unless it can be read like an optimizer, and its state can be stored once it has one.
+
+    Only those are known in advance that libraries in wide use have.
 
     :raises InvalidInput: it has no parameter groups or no state; says what to track instead.
+    :raises Unsupported: its state will hold objects that cannot be stored.
     """
-    groups, state = getattr(optimizer, "param_groups", None), getattr(optimizer, "state", None)
-    if isinstance(groups, list) and isinstance(state, Mapping):
-        return
-    others = [name for name, found in vars(optimizer).items() if isinstance(found, Optimizer)]
-    hint = f"track its .{others[0]}" if others else "track the optimizer that it wraps"
-    raise InvalidInput(f"{path} is a {type(optimizer).__name__}, an optimizer without param_groups and state: {hint} instead")
+    groups, name, made_in = getattr(optimizer, "param_groups", None), type(optimizer).__name__, type(optimizer).__module__
+    if not isinstance(groups, list) or not isinstance(getattr(optimizer, "state", None), Mapping):
+        others = [name for name, found in vars(optimizer).items() if isinstance(found, Optimizer)]
+        hint = f"track its .{others[0]}" if others else "track the optimizer that it wraps"
+        raise InvalidInput(f"{path} is a {name}, an optimizer without param_groups and state: {hint} instead")
+    projector: Any = getattr(sys.modules.get("galore_torch.galore_projector"), "GaLoreProjector", None)
+    if made_in.startswith("galore_torch.") and any("rank" in group for group in groups) and encoder_of(projector) is None:
+        raise Unsupported(
+            f"{path} is a {name}, and its state will hold a GaLoreProjector for each parameter, which has no safe encoding: call"
+            " datastates.register_encoder(GaLoreProjector, name, encode, decode) first"
+        )
+    if made_in.startswith("torchao.") and any(is_spread(each) for group in groups for each in group["params"]):
+        raise Unsupported(
+            f"{path} is a {name} of DTensors, and its state will hold DTensors of quantized tensors, which are not stored: use an"
+            " optimizer of torch.optim with FSDP"
+        )
 
 
 def _is_of(inner: Optimizer, outer: Optimizer) -> bool:

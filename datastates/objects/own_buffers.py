@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from datastates.content.layouts import is_wrapping
 from datastates.content.spread import give, is_spread, stand_in
 from datastates.system.notices import say
 
@@ -92,7 +93,13 @@ def _holder(tree: dict[str, Any], path: str) -> Any:
 
 def _buffers(tree: Mapping[str, object]) -> Iterator[tuple[str, torch.Tensor]]:
     for name, found in tree.items():
-        if not isinstance(found, torch.Tensor) or isinstance(found, torch.nn.Parameter) or is_spread(found) or found.is_meta:
+        if (
+            not isinstance(found, torch.Tensor)
+            or isinstance(found, torch.nn.Parameter)
+            or is_spread(found)
+            or is_wrapping(found)
+            or found.is_meta
+        ):
             continue
         if found.layout is torch.strided and not found.is_quantized and found.dtype is not torch.bool and 0 < found.nbytes <= MOST_BYTES:
             yield name, found

@@ -5,12 +5,15 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import GeneratorType
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler
+from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
+from xxhash import xxh3_64_intdigest
 
 from datastates.errors import InvalidInput
 
@@ -22,6 +25,7 @@ from .sampler import Batches, PermutationSampler
 from .sources import (
     Kind,
     batch_size,
+    data_within,
     draws_as_it_begins,
     handed_out_by,
     holds_begun_iterator,
@@ -35,12 +39,20 @@ from .sources import (
     size_of,
 )
 
-__all__ = ["Pass", "keeping_generators"]
+__all__ = ["Pass", "fingerprint", "keeping_generators"]
 
 _logger = logging.getLogger(__name__)
 
 _LOOKS = 16
 """How many batches of a pass are checked for random numbers drawn by reading ahead; each check costs a quarter of a millisecond."""
+
+_MOST_PARTS = 32
+"""The most objects in a batch that its fingerprint depends on."""
+
+_MOST_BYTES = 65536
+"""The size of a tensor from which some 4096 of its elements stand for all."""
+
+_PLAIN = (str, bytes, int, float, complex)
 
 _BEGUN_AGAIN = (Kind.REPLAYED, Kind.AHEAD)
 
@@ -49,13 +61,21 @@ class Pass:
     """One iteration over ``source``, from ``place`` on if one is given; ``place`` then says how far it has come.
 
     ``order``, ``is_outside`` and ``spans`` are for what counts epochs: how many others began before it in its epoch, whether it was asked
-    for before the epochs began, and whether it may go on from one to the next.
+    for before the epochs began, and whether it may go on from one to the next. ``limit`` is the most batches of the pass.
+    ``is_checked``: whether a replayed batch must be the one that was used.
     A DataLoader draws the seed of its workers from torch's generator when its iterator is made. A pass that goes on had done so before
     its state was taken: the generators are put back to where they were before anything is drawn on the way to the place.
     """
 
     def __init__(
-        self, source: Iterable[Any], is_tracked: Callable[[object], bool], tracked: Iterable[object], said: set[str] | None = None
+        self,
+        source: Iterable[Any],
+        is_tracked: Callable[[object], bool],
+        tracked: Iterable[object],
+        said: set[str] | None = None,
+        *,
+        limit: int | None = None,
+        is_checked: bool = True,
     ) -> None:
         self._source, self._tracked = source, tracked
         self._said = set() if said is None else said
@@ -69,19 +89,29 @@ class Pass:
         self._is_torchdata = any(type(part).__module__.startswith("torchdata.stateful_dataloader") for part in keepers)
         self._kept_loaders = [part for part in keepers if isinstance(part, DataLoader) and not is_prepared(part)]
         self._is_streamed = any(each.num_workers == 0 and isinstance(each.dataset, IterableDataset) for each in loaders)
+        self._is_fast_forwarded = self._is_torchdata and self._is_streamed and not any(has_state(each.dataset) for each in loaders)
         self._drawing = [each for each in loaders if draws_as_it_begins(each)] if len(loaders) > 1 else []
         self._wraps = not isinstance(source, DataLoader) and len(loaders) == 1
         self._length, self._size = length_of(source, self._parts), size_of(source, self._loader)
         self._prepared = next((part for part in self._parts if is_prepared(part)), None)
         self._watches = self._prepared is not None and reads_ahead(self._prepared) and self._prepared.num_workers == 0
+        restored = set(map(id, data_within(tracked)))
+        self._nested = [part for part in data_within([source]) if all(part is not other for other in self._parts)]
+        self._untold = [part for part in (*self._parts, *self._nested) if id(part) not in restored]
+        self._rewound = [
+            part for part in self._nested if is_tracked(part) and has_state(part) and not isinstance(part, Sampler | DataLoader)
+        ]
         self._begin: Mapping[str, Any] = {}
         self._before_ahead: dict[str, object] | None = None
         self._is_drawing = self._has_drawn_order = False
         self._hidden: list[tuple[object, object]] = []
         self._is_first = self._is_fresh = False
         self._begun_at = 0
-        self.batches = self.order = 0
-        self.is_over = self.is_left = self.is_outside = self.spans = False
+        self.batches = self.order = self.resumed_at = 0
+        self.limit, self._is_checked = limit, is_checked
+        self._prints: list[int | None] = []
+        self._order: Iterator[Any] = iter(())
+        self.is_over = self.is_left = self.is_outside = self.spans = self.is_noted = False
         is_within = holds_begun_iterator(self._parts)
         if is_within or (self._kind is Kind.ONCE and not isinstance(source, GeneratorType)):
             self._warn(
@@ -111,6 +141,8 @@ class Pass:
         begin = self.left_behind if is_over else self._begin
         if self._before_ahead is not None and not is_over:
             place["before_ahead"] = self._before_ahead
+        if self._prints and not is_over:
+            place["prints"] = self._prints
         return {**place, "begin": begin} if begin else place
 
     @property
@@ -136,11 +168,14 @@ class Pass:
         """The batches of a new pass; samplers that ask for it are told ``epoch``. ``drop``: do not take the rest of a pass that was
         left.
         """
-        self.batches, self.is_over, self.is_left = 0, False, True
+        self.batches, self.is_over, self.is_left, self.resumed_at, self._prints = 0, False, True, 0, []
         self._before_ahead, self._has_drawn_order = None, False
         if epoch is not None:
-            for part in self._parts:
+            for part in (*self._parts, *self._nested):
                 set_epoch(part, epoch)
+        for part in self._parts:  # without another epoch, a stream of datasets would begin at the place that was restored
+            if getattr(part, "_starting_state_dict", None):
+                part._starting_state_dict = None
         self._look(is_fresh=True)
         if self._prepared is not None:
             start_afresh(self._prepared)
@@ -156,7 +191,11 @@ class Pass:
         this process was left there, and nothing was restored.
         """
         self.batches, self.is_over, self.is_left = int(place["batches"]), False, True
+        self.resumed_at = self.batches
         self._begin = place.get("begin", {})
+        if epoch is not None:
+            for part in self._untold:
+                set_epoch(part, epoch)
         self._look(is_fresh=False)
         if "replicas" in place:
             return self._divided(place, epoch)
@@ -176,7 +215,8 @@ class Pass:
                     " samples of it come again",
                     place["batches"], place.get("size", place.get("batch_size")), self._size, again,
                 )  # fmt: skip
-            if is_used_up and not self._has_own_state():
+            # A whole pass may leave a state behind that no other object keeps.
+            if is_used_up and not (self._begin["generators"] or self._begin["samplers"]):
                 self._count_pass()
                 return None
             return self._counted(self._replay(place))
@@ -286,15 +326,19 @@ class Pass:
 
     def _counted(self, iterator: Iterator[Any]) -> Iterator[Any]:
         iterator = self._watched(iterator) if self._watches else iterator
-        for batch in self._compared(iterator) if self._compares else iterator:
+        iterator = self._compared(iterator) if self._compares else iterator
+        for batch in itertools.islice(iterator, None if self.limit is None else max(0, self.limit - self.batches)):
             if self._is_first:
                 self._is_first = False
                 self._check_first()
             self.batches += 1
             self._hand_out()
+            if self._kind in _BEGUN_AGAIN:
+                self._prints = [fingerprint(next(self._order, None)), fingerprint(batch)]  # now: the training may change the batch
             yield batch
-        self.is_left = False
-        if self._told is not None and self._wraps and self._not_handed_out() >= batch_size(self._loader) * self._told.num_replicas:
+        self.is_left = self.limit is not None and self.batches >= self.limit
+        told = None if self.is_left or not self._wraps else self._told
+        if told is not None and self._not_handed_out() >= batch_size(self._loader) * told.num_replicas:
             self._doubt_batches()
 
     def _look(self, *, is_fresh: bool) -> None:
@@ -349,12 +393,13 @@ class Pass:
     @property
     def _compares(self) -> bool:
         """Whether to look for random numbers that decide what is handed out, drawn in turns with those of the training."""
-        return (self._is_streamed or bool(self._drawing)) and self._kind is Kind.REPLAYED and "in turns" not in self._said
+        is_read_again = self._kind is Kind.REPLAYED or self._is_fast_forwarded
+        return (self._is_streamed or bool(self._drawing)) and is_read_again and "in turns" not in self._said
 
     def _compared(self, iterator: Iterator[Any]) -> Iterator[Any]:
         """The batches of a stream that is read in this process, or of several loaders; says so if both they and the training draw."""
         after: object = None
-        is_drawn_between = False
+        is_drawn_between = self._is_fast_forwarded
         for count in itertools.count():
             is_looking = self._compares and count <= _LOOKS
             before = self._generators_now() if is_looking else None
@@ -365,22 +410,19 @@ class Pass:
             now = self._generators_now() if is_looking else None
             is_drawn_between |= is_looking and count > 0 and before != after
             if is_drawn_between and (begun or (self._is_streamed and now != before)):
-                self._warn("in turns", self._told_in_turns(is_begun=bool(begun)))
+                self._warn(
+                    "in turns",
+                    f"run.steps is given {type(self._source).__name__}, whose loaders draw random numbers as they begin, one after the"
+                    " other, and the training draws in between: one that goes on within a pass gets another order; give each loader"
+                    " generator=torch.Generator()"
+                    if begun
+                    else "the dataset draws random numbers in this process, and so does the training: if they decide which samples come, as"
+                    " those of a shuffle buffer do, a training that goes on within a pass gets other samples; give the loader a worker"
+                    " (num_workers=1), or have the dataset draw from a torch.Generator of its own, in its attribute `generator`, and do not"
+                    " track the loader",
+                )
             after = now
             yield batch
-
-    def _told_in_turns(self, *, is_begun: bool) -> str:
-        if is_begun:
-            return (
-                f"run.steps is given {type(self._source).__name__}, whose loaders draw random numbers as they begin, one after the other,"
-                " and the training draws in between: one that goes on within a pass gets another order; give each loader"
-                " generator=torch.Generator()"
-            )
-        return (
-            "the dataset draws random numbers in this process, and so does the training: if they decide which samples come, as those of a"
-            " shuffle buffer do, a training that goes on within a pass gets other samples; give the loader a worker (num_workers=1), or"
-            " have the dataset draw from a torch.Generator of its own, in its attribute `generator`"
-        )
 
     def _unseeded(self, iterator: Iterator[Any]) -> Iterator[Any]:
         """The batches of a wrapper, which may make its loader's iterator with the first: the pass had drawn a seed for that as it began."""
@@ -434,7 +476,10 @@ class Pass:
     def _held(self) -> Iterator[Any]:
         if self._told is not None:
             self._told.hold()
-        return iter(self._source)
+        iterator, self._order = iter(self._source), iter(())
+        if self._kind in _BEGUN_AGAIN and isinstance(iterator, _SingleProcessDataLoaderIter):
+            iterator._sampler_iter, self._order = itertools.tee(iterator._sampler_iter)
+        return iterator
 
     def _resumed(self) -> Iterator[Any]:
         """The rest of a prepared loader's pass from its place; its sampler has to draw the order that it drew when the pass began."""
@@ -466,14 +511,36 @@ class Pass:
             self._go_back()
             if self._prepared is not None:
                 start_afresh(self._prepared)
-            iterator = self._held()
+            iterator, before = self._held(), None
             for left in range(self.batches, 0, -1):
+                if left == min(self.batches, 1 + self._watches):  # the last batch may have been read with the one before it
+                    before = self._generators_now()
                 if left == 1 and "before_ahead" in place:
                     self._draw_from(place["before_ahead"])
-                next(iterator, None)
+                batch, indices = next(iterator, None), next(self._order, None)
                 self._hand_out()
+            if self.batches:
+                self._prints = [fingerprint(indices), fingerprint(batch)]
+                self._check_replay(place, is_drawn=before != self._generators_now())
         self._is_drawing, self._has_drawn_order = "before_ahead" in place, self.batches > 0
         return iterator
+
+    def _check_replay(self, place: Mapping[str, Any], *, is_drawn: bool) -> None:
+        """Compare the last of the batches that were used with the one that replaced it.
+
+        Random numbers that are drawn in this process, in turns with those of the training, decide what a batch is but not the next ones.
+        """
+        loader, pairs = self._loader, [*zip(place.get("prints", ()), self._prints, strict=False)][: 1 if is_drawn else 2]
+        is_same = loader is None or not (loader.persistent_workers or place.get("workers") != loader.num_workers)
+        is_same &= "replicas" not in place and place.get("size", self._size) == self._size
+        if self._is_checked and is_same and any(None not in pair and pair[0] != pair[1] for pair in pairs):
+            raise InvalidInput(
+                f"batch {self.batches - 1} of {type(self._source).__name__} is another than the one that the training used: its data"
+                " changed, or their order depends on more than random numbers and the epoch, so that samples would come twice or never;"
+                " track what decides the order, and change it (sampler weights, for example) only between epochs; or let a tracked"
+                " PermutationSampler decide it; or go back with run.restore to a state from before this epoch;"
+                f" run.steps(loader, verify=False) goes on after {self.batches} batches all the same"
+            )
 
     def _skipped(self) -> Iterator[Any]:
         """A tracked loader, begun anew, after the batches that were handed out."""
@@ -506,7 +573,8 @@ class Pass:
         epochs: dict[int, int] = {i: part.epoch for i, part in enumerate(self._parts) if _has_epoch(part)}
         marks: dict[str, object] = {"marks": self._marks()} if self._marks() else {}
         own = {"generators": self._own_generators(), "samplers": self._own_samplers()}
-        return {"rng": RngState().state_dict(), **own, "epochs": epochs, **marks}
+        rewound = [part.state_dict() for part in self._rewound] if self._kind is Kind.REPLAYED else []
+        return {"rng": RngState().state_dict(), **own, "epochs": epochs, **marks, **({"rewound": rewound} if rewound else {})}
 
     def _marks(self) -> dict[int, dict[str, int]]:
         """What only Accelerate's loaders and samplers know."""
@@ -528,11 +596,8 @@ class Pass:
 
     def _own_samplers(self) -> dict[int, object]:
         is_left = self.is_over  # a tracked one has its own state then
-        return {
-            i: part.state_dict()
-            for i, part in enumerate(self._parts)
-            if _is_stateful_sampler(part) and not (is_left and part is self._sampler)
-        }
+        samplers: list[tuple[int, Any]] = [(i, part) for i, part in enumerate(self._parts) if isinstance(part, Sampler) and has_state(part)]
+        return {i: part.state_dict() for i, part in samplers if not (is_left and part is self._sampler)}
 
     def _go_back(self) -> None:
         RngState().load_state_dict(self._begin["rng"])
@@ -541,6 +606,8 @@ class Pass:
         for i, part in enumerate(self._parts):
             if _has_epoch(part) and i in self._begin["epochs"]:
                 set_epoch(part, self._begin["epochs"][i])
+        for part, state in zip(self._rewound, self._begin.get("rewound", ()), strict=False):
+            part.load_state_dict(None if hasattr(part, "_starting_state_dict") else state)
 
     def _put_generators(self, states: Mapping[str, Any]) -> None:
         own = states.get("generators", {})
@@ -554,13 +621,40 @@ class Pass:
             if i < len(self._parts) and has_state(self._parts[i]):
                 self._parts[i].load_state_dict(state)
 
-    def _has_own_state(self) -> bool:
-        """Whether a whole pass leaves something behind that no other object keeps."""
-        return bool(self._begin["generators"] or self._begin["samplers"])
-
     def _generators(self) -> list[tuple[int, torch.Generator]]:
         found = ((i, getattr(part, "generator", None)) for i, part in enumerate(self._parts))
         return [(i, generator) for i, generator in found if isinstance(generator, torch.Generator)]
+
+
+def fingerprint(batch: object) -> int | None:
+    """A number that depends on what is in a batch; None if nothing in it can be read without waiting for a device.
+
+    Only a part of large tensors and long texts is read, so that this takes some ten microseconds.
+    """
+    found, contents = [batch], list[bytes | memoryview]()
+    for part in itertools.islice(found, _MOST_PARTS):  # the list grows meanwhile
+        with suppress(Exception):  # the objects are the user's
+            if isinstance(part, (*_PLAIN, np.ndarray)) or (isinstance(part, torch.Tensor) and part.is_cpu):
+                contents.append(_content_of(part))
+            elif isinstance(part, list | tuple):
+                found += part[:: len(part) // _MOST_PARTS + 1]
+            elif isinstance(part, Mapping):
+                found += part.values()
+            else:  # plain values of other objects may be counts or times
+                found += (each for each in vars(part).values() if not isinstance(each, _PLAIN))
+    return xxh3_64_intdigest(b"".join(contents)) >> 1 if contents else None
+
+
+def _content_of(part: Any) -> bytes | memoryview:
+    """The bytes of a plain value, a tensor or an array; of a large one, those of a grid of its elements."""
+    if isinstance(part, _PLAIN):
+        return repr((len(part), part[:256], part[-256:]) if isinstance(part, str | bytes) else part).encode()
+    if part.nbytes > _MOST_BYTES:
+        each = max(1, int(4096 ** (1 / part.ndim)))
+        part = part[tuple(slice(None, None, -(-size // each)) for size in part.shape)]
+    if isinstance(part, torch.Tensor):
+        return part.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
+    return np.ascontiguousarray(part).reshape(-1).view(np.uint8).data
 
 
 @contextmanager
@@ -582,10 +676,6 @@ def _described(length: object, place: Mapping[str, Any]) -> str:
     size, workers = place.get("size"), place.get("workers")
     details = [f"batches of {size}" if size else "", f"{workers} workers" if workers else ""]
     return f"{length} ({', '.join(filter(None, details))})" if any(details) else f"{length}"
-
-
-def _is_stateful_sampler(part: object) -> bool:
-    return isinstance(part, Sampler) and has_state(part)
 
 
 def _has_epoch(part: object) -> bool:

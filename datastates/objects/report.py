@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from datastates import values
+from datastates.content.layouts import are_alike, inner, is_wrapping, like, plain_tensors
 from datastates.errors import InvalidInput
 
 from .locals import cut_for, write_local
@@ -65,7 +66,10 @@ class RestoreReport:
 
     ``frozen`` are restored parameters that required no gradient in the state and required one here; ``unfrozen`` the reverse. A tracker
     that goes on where its branch stands, or goes back, makes them as they were in the state, unless the script that captured it is running
-    on; every other restore leaves them.
+    on; every other restore leaves them. ``in_eval`` are restored modules that were in eval mode in the state and are in training mode here;
+    ``in_train`` the reverse. The same restores put these back.
+
+    ``state`` is the uid of the state that was restored, and ``step`` is its step.
     """
 
     restored: tuple[str, ...] = ()
@@ -78,7 +82,11 @@ class RestoreReport:
     notes: tuple[str, ...] = ()
     frozen: tuple[str, ...] = ()
     unfrozen: tuple[str, ...] = ()
+    in_eval: tuple[str, ...] = ()
+    in_train: tuple[str, ...] = ()
     anew: tuple[str, ...] = ()
+    state: str = ""
+    step: int = 0
 
     def __bool__(self) -> bool:
         return not (self.missing or self.unexpected or self.mismatched)
@@ -205,6 +213,7 @@ class Findings:
         self.unexpected: list[str] = []
         self.mismatched: list[Mismatch] = []
         self.converted: list[Mismatch] = []
+        self.converted_ids: set[int] = set()
         self.skipped: list[str] = []
         self.hints: list[str] = []
         self.anew: list[str] = []
@@ -216,7 +225,8 @@ class Findings:
     def overwrites(self, path: str, stored: object, live: object, *, is_as_stored: bool = True, is_replaceable: bool = False) -> None:
         """Note that a write will put ``stored`` into the tensor ``live``."""
         if isinstance(stored, torch.Tensor) and isinstance(live, torch.Tensor):
-            self.targets.append(Target(path, stored, live, is_as_stored and stored.dtype == live.dtype, is_replaceable))
+            for part, new in zip(plain_tensors(live), plain_tensors(stored), strict=True):
+                self.targets.append(Target(path, new, part, is_as_stored and new.dtype == part.dtype, is_replaceable))
 
     def overwrites_array(self, path: str, stored: np.ndarray[Any, Any], live: np.ndarray[Any, Any], *, is_replaceable: bool) -> None:
         """Note that a write will put ``stored`` into the array ``live``."""
@@ -282,13 +292,20 @@ class Findings:
 
         Another floating-point dtype of the same shape is a mismatch under ``strict``; otherwise it is converted.
         """
-        if not isinstance(stored, torch.Tensor) or not isinstance(live, torch.Tensor) or stored.shape != live.shape or live.is_meta:
+        if (
+            not isinstance(stored, torch.Tensor)
+            or not isinstance(live, torch.Tensor)
+            or stored.shape != live.shape
+            or live.is_meta
+            or ((is_wrapping(live) or is_wrapping(stored)) and not are_alike(live, stored))
+        ):
             self.mismatched.append(Mismatch(path, describe(stored), describe(live)))
             return False
         if stored.dtype != live.dtype:
             note = Mismatch(path, describe(stored), describe(live))
             is_convertible = not self.is_strict and stored.is_floating_point() and live.is_floating_point()
             (self.converted if is_convertible else self.mismatched).append(note)
+            self.converted_ids |= {id(live)} if is_convertible else set()
             return is_convertible
         return True
 
@@ -311,7 +328,10 @@ class Findings:
         lines += _lines("not in the state", self.missing, others=self.unexpected)
         lines += _lines("not in the objects", self.unexpected, others=self.missing)
         lines += _lines("of another kind", self.mismatched)
-        lines += self.hints or ["pass strict=False to restore what fits, or only=… to choose"]
+        lines += self.hints or [
+            "write strict=False to restore the rest: what is listed stays as your script made it, its optimizer state begins anew, and the"
+            " step counts on from the state's"
+        ]
         raise InvalidInput("\n".join(lines))
 
     def report(self) -> RestoreReport:
@@ -345,7 +365,8 @@ def describe(value: object) -> str:
     """A value in a few words, tensors by dtype, shape and a device that is not the CPU."""
     if isinstance(value, torch.Tensor):
         where = "" if value.device.type == "cpu" else f" on {value.device}"
-        return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}{where}"
+        kind = f"{type(value).__name__} of " if is_wrapping(value) else ""
+        return f"{kind}{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}{where}"
     if isinstance(value, dict | list | tuple):
         return type(value).__name__
     try:
@@ -364,6 +385,8 @@ def own(value: Any, device: torch.device | None = None, owned: set[int] | None =
         if owned and id(value) in owned and device in (None, value.device):
             owned.discard(id(value))
             return value
+        if is_wrapping(value):
+            return like(value, [own(part, device, owned) for part in inner(value).values()])
         return value.detach().to(device or value.device, copy=True)
     kind = type(value)
     if kind is dict:
@@ -385,14 +408,15 @@ def own(value: Any, device: torch.device | None = None, owned: set[int] | None =
 def write_tensor(live: torch.Tensor, stored: torch.Tensor) -> None:
     """Overwrite ``live`` in place; elements repeated by a stride of 0 are written once, and of a DTensor only what this rank holds."""
     with torch.no_grad():
-        if is_spread(live):
-            write_local(live, stored)
-            return
-        if live.layout is torch.strided:
-            for dim, stride in enumerate(live.stride()):
-                if stride == 0 and live.shape[dim] > 1:
-                    live, stored = live.narrow(dim, 0, 1), stored.narrow(dim, 0, 1)
-        live.copy_(stored)
+        for part, new in zip(plain_tensors(live), plain_tensors(stored), strict=True):
+            if is_spread(part):
+                write_local(part, new)
+                continue
+            if part.layout is torch.strided:
+                for dim, stride in enumerate(part.stride()):
+                    if stride == 0 and part.shape[dim] > 1:
+                        part, new = part.narrow(dim, 0, 1), new.narrow(dim, 0, 1)
+            part.copy_(new)
 
 
 def _trained_as(like: torch.Tensor, made: torch.Tensor) -> torch.Tensor:

@@ -13,14 +13,16 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from datastates.content.layouts import are_alike
 from datastates.errors import InvalidInput
 
 from . import dirty
-from .adapters import GRADIENTS, IN_BACKWARD, Adapted, has_state, holds_state
+from .adapters import GRADIENTS, IN_BACKWARD, Adapted, has_state, holds_state, parts
 from .generators import is_generator, kind_of, load_generator, state_of
 from .handed import is_handed
 from .loops import LOOPS
 from .model_restore import check_gradients, check_module
+from .model_state import FROZEN, MODES
 from .names import join
 from .optimizer_restore import check_optimizer
 from .optimizers import INNER, bare
@@ -31,6 +33,9 @@ from .scalers import why_anew
 from .sharing import shared
 
 __all__ = ["Mismatch", "RestoreReport", "check_into", "reads", "restore_into", "write"]
+
+
+_RECORDS = (FROZEN, GRADIENTS, LOOPS, MODES)
 
 
 def restore_into(
@@ -135,10 +140,13 @@ class _Check:
 
     def __init__(self, adapted: Adapted, findings: Findings) -> None:
         self.adapted, self.findings = adapted, findings
+        self._optimizers: list[Callable[[], None]] = []
+        self._frozen: dict[str, object] = {}
 
     def top(self, tree: Mapping[str, object]) -> None:
         """Check every object by name."""
-        findings = self.findings
+        findings, record = self.findings, tree.get(FROZEN)
+        self._frozen = record if isinstance(record, dict) else {}
         for name, live in self.adapted.objects.items():
             path = _path(name)
             if name not in tree:
@@ -147,23 +155,30 @@ class _Check:
                     findings.missing.append(path)
                 continue
             if isinstance(live, torch.Tensor):
-                self._tensor(path, live, tree[name])
+                # No other tensor could take the place of one that is tracked by itself.
+                if findings.wants(path) and findings.fits(path, tree[name], live):
+                    findings.restored.append(path)
+                    self._overwrite(path, live, tree[name])  # type: ignore[arg-type]  # `fits` saw a tensor
             elif not is_handed(live):
                 self._in_place(path, live, tree[name])
             elif findings.selection.wants_some(path, leaf_paths(tree[name], path)):
                 findings.values[name] = self.place(path, live, tree[name])
             else:
                 findings.skipped.append(path)
+        for check in self._optimizers:  # they depend on which parameters are restored
+            check()
         findings.hints += self._hints(tree)
         gradients = tree.get(GRADIENTS)
         if isinstance(gradients, dict) and GRADIENTS not in self.adapted.objects:
-            self._gradients(gradients)
-        findings.skipped += [_path(name) for name in tree if name not in self.adapted.objects and name not in (GRADIENTS, LOOPS)]
+            for path, model in self.adapted.models():
+                if path in gradients:
+                    check_gradients(join(GRADIENTS, path), model, gradients[path], findings)
+        findings.skipped += [_path(name) for name in tree if name not in self.adapted.objects and name not in _RECORDS]
 
     def _hints(self, tree: Mapping[str, object]) -> list[str]:
         """The names that the state has in place of the objects that it lacks entirely."""
         lost = [name for name in self.adapted.objects if name not in tree and _path(name) in self.findings.missing]
-        left = [name for name in tree if name not in self.adapted.objects and name not in (GRADIENTS, LOOPS)]
+        left = [name for name in tree if name not in self.adapted.objects and name not in _RECORDS]
         both = [_path(name) for name in self.adapted.objects if name in tree]
         if not lost or not self.findings.is_strict:
             return []
@@ -182,9 +197,9 @@ class _Check:
         its place.
         """
         if isinstance(live, nn.Module):
-            check_module(path, self.adapted.model_state(path, live), stored, self.findings)
+            check_module(path, self.adapted.model_state(path, live), stored, self.findings, self._frozen.get(path))
         elif isinstance(live, Optimizer):
-            self._optimizer(path, live, stored)
+            self._optimizers.append(partial(self._optimizer, path, live, stored))
         elif has_state(live):
             self._opaque(path, live, stored)
         elif is_generator(live):
@@ -211,12 +226,6 @@ class _Check:
                 del note[count:]
             findings.mismatched.append(Mismatch(path, describe(stored), describe(live)))
 
-    def _tensor(self, path: str, live: torch.Tensor, stored: object) -> None:
-        """Restore a tensor that is tracked by itself: no other tensor could take its place."""
-        if self.findings.wants(path) and self.findings.fits(path, stored, live):
-            self.findings.restored.append(path)
-            self._overwrite(path, live, stored)  # type: ignore[arg-type]  # `fits` saw a tensor
-
     def _overwrite(self, path: str, live: torch.Tensor, stored: torch.Tensor, *, is_replaceable: bool = False) -> None:
         self.findings.overwrites(path, stored, live, is_replaceable=is_replaceable)
         self.findings.writes.append(partial(write_tensor, live, stored))
@@ -225,16 +234,29 @@ class _Check:
         own, kept = stored, {}
         if isinstance(stored, dict) and isinstance(stored.get(INNER), dict):
             own, kept = {key: value for key, value in stored.items() if key != INNER}, stored[INNER]
-        check_optimizer(path, live, self.adapted.names_of(live), own, self.findings, self.adapted.flattened_of(live))
+        lost = self._lost()
+        check_optimizer(path, live, self.adapted.names_of(live), own, self.findings, self.adapted.flattened_of(live), lost)
         inner = self.adapted.left_out_of(bare(live))
         for name, found in inner.items():
             here = join(join(path, INNER), name)
             if name in kept:
-                check_optimizer(here, found, self.adapted.names_of(found), kept[name], self.findings, self.adapted.flattened_of(found))
+                flattened = self.adapted.flattened_of(found)
+                check_optimizer(here, found, self.adapted.names_of(found), kept[name], self.findings, flattened, lost)
             elif self.findings.selection.wants(path):
                 self.findings.anew.append(f"{path}: the state has nothing of its {name}, which begins anew")
         gone = [join(join(path, INNER), name) for name in kept if name not in inner]
         self.findings.unexpected += [here for here in gone if self.findings.selection.wants(here)]
+
+    def _lost(self) -> set[object]:
+        """The ids of tracked tensors that are asked for and not restored; in place of a copy, its name in a flattened model."""
+        paths = {*self.findings.missing, *(misfit.path for misfit in self.findings.mismatched)}
+        models = self.adapted.models() if paths else []
+        return {id(found) for path, found in parts(self.adapted.objects) if path in paths} | {
+            name if model.is_flattened else id(tensor)
+            for path, model in models
+            for name, tensor in model.known().items()
+            if path in paths or join(path, name) in paths
+        }
 
     def _opaque(self, path: str, live: Any, stored: object) -> None:
         leaves = leaf_paths(stored, path)
@@ -299,8 +321,7 @@ class _Check:
             return live
         self.findings.restored += leaf_paths(stored, path)
         if isinstance(live, torch.Tensor) and isinstance(stored, torch.Tensor):
-            is_alike = (live.shape, live.dtype, live.layout) == (stored.shape, stored.dtype, stored.layout)
-            if is_alike and not live.is_meta and not self.findings.is_apart(path, live):
+            if are_alike(live, stored) and not live.is_meta and not self.findings.is_apart(path, live):
                 self._overwrite(path, live, stored, is_replaceable=is_replaceable)
                 return live
             return Handed(stored, live)
@@ -330,11 +351,6 @@ class _Check:
         fresh = [self.findings.handed(value) for value in placed]
         live.clear()
         live.extend(fresh)
-
-    def _gradients(self, stored: dict[str, Any]) -> None:
-        for path, model in self.adapted.models():
-            if path in stored:
-                check_gradients(join(GRADIENTS, path), model, stored[path], self.findings)
 
 
 def _path(name: object) -> str:

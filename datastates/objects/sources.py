@@ -6,8 +6,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from enum import Enum, auto
 from functools import partial
+from itertools import islice
+from types import FunctionType, ModuleType
 from typing import Any
 
+import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler, SequentialSampler
 
 from datastates.errors import InvalidInput
@@ -18,12 +21,14 @@ from .sampler import Batches, PermutationSampler
 __all__ = [
     "Kind",
     "batch_size",
+    "data_within",
     "draws_as_it_begins",
     "handed_out_by",
     "holds_begun_iterator",
     "is_ordered_by_epoch",
     "kind_of",
     "length_of",
+    "loses_shuffle_buffer",
     "noting_begun",
     "parts_of",
     "progress_of",
@@ -39,6 +44,11 @@ _FURTHER = ("loader", "_loader", "data_loader", "_data_loader", "base_loader", "
 
 _FEW = 32
 """The most items of a wrapper's list or dict that are looked at: loaders side by side are few, and a list of samples is long."""
+
+_NO_DATA = (torch.Tensor, torch.nn.Module, torch.optim.Optimizer)
+
+_MOST = 4096
+"""The most objects that are looked at inside a source."""
 
 
 class Kind(Enum):
@@ -57,6 +67,28 @@ def parts_of(source: object) -> list[Any]:
     found += [part.dataset for part in found if _has_iterable_dataset(part)]
     _follow(found, _held)
     return found
+
+
+def data_within(objects: Iterable[object]) -> list[Any]:
+    """The datasets, samplers, loaders and other iterables among ``objects`` and inside them, at any depth."""
+    found = [*filter(_may_hold_data, objects)]
+    _follow(found, lambda part: filter(_may_hold_data, _children(part)))
+    return found
+
+
+def loses_shuffle_buffer(found: Any) -> bool:
+    """Whether the state of a loader or stream leaves out the samples that wait in a shuffle buffer, as far as its classes tell.
+
+    Those of ``datasets`` are restored without their buffers. Streams without a state are read again, but the buffers of torch's data pipes
+    and of webdataset then draw other random numbers.
+    """
+    data = found.dataset if isinstance(found, DataLoader) else found
+    homes = ("datasets.", "torch.utils.data.datapipes.", "webdataset.")
+    has_other_state = callable(getattr(data, "load_state_dict", None)) and not type(data).__module__.startswith(homes)
+    if not isinstance(data, IterableDataset) or has_other_state:
+        return False
+    names = ((type(part).__module__, f"{type(part).__name__} {getattr(part, 'f', '')}".lower()) for part in data_within([data]))
+    return any(home.startswith(homes) and "shuf" in name and "shard" not in name for home, name in names)
 
 
 def set_epoch(part: Any, epoch: int) -> None:
@@ -196,9 +228,11 @@ def _who_fetches(loader: DataLoader[Any]) -> str:
 
 
 def _follow(found: list[Any], children_of: Callable[[Any], Iterable[Any]]) -> None:
+    known = set(map(id, found))
     for part in found:
         for child in children_of(part):
-            if child is not None and all(child is not other for other in found):
+            if child is not None and id(child) not in known and len(found) < _MOST:
+                known.add(id(child))
                 found.append(child)
 
 
@@ -220,6 +254,22 @@ def _held(part: Any) -> Iterator[Any]:
         for value in _attributes(part).values():
             items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else (value,)
             yield from (item for item in items if isinstance(item, DataLoader | Sampler)) if len(items) <= _FEW else ()
+
+
+def _children(part: object) -> Iterable[object]:
+    """What an object holds. Collections of datasets may be long; of other items, such as samples, few are looked at."""
+    if not isinstance(part, list | tuple | dict):
+        return () if isinstance(part, _NO_DATA) else _attributes(part).values()
+    items = [*islice(part.values() if isinstance(part, dict) else part, _MOST)]
+    return items if items and hasattr(items[0], "__dict__") else items[:_FEW]
+
+
+def _may_hold_data(found: object) -> bool:
+    """Whether it is a dataset, a sampler, a loader, or another iterable or callable, such as a transform, that may wrap one."""
+    if isinstance(found, type | FunctionType | ModuleType) or not hasattr(found, "__dict__"):
+        return isinstance(found, list | tuple | dict)
+    may_wrap = not isinstance(found, _NO_DATA) and any(hasattr(type(found), name) for name in ("__iter__", "__getitem__", "__call__"))
+    return may_wrap or callable(getattr(found, "set_epoch", None))
 
 
 def _attributes(part: object) -> Mapping[str, Any]:

@@ -10,7 +10,7 @@ import os
 import time
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Protocol
 
 from datastates import values
@@ -20,7 +20,7 @@ from datastates.capture.runner import Runner
 from datastates.capture.shutdown import close_at_exit, closed
 from datastates.config import Config
 from datastates.content.manifest import CHUNK_BYTES
-from datastates.errors import Closed, DatastatesError, InvalidInput, NotFound
+from datastates.errors import Closed, DatastatesError, InvalidInput, NotFound, Unavailable
 from datastates.lineage.change import runs, seals
 from datastates.lineage.database import Database
 from datastates.lineage.search import revision, walk
@@ -37,8 +37,9 @@ from .belongings import Belongings
 from .chronicler import Chronicler, tell_now
 from .environment import describe_run, node_name
 from .home import FOLDER, PACKS, settle_in
+from .lease import held_in
 from .location import Location, check_whole
-from .missing import explain
+from .missing import explain, nearest_kept
 from .recovery import recover
 
 if TYPE_CHECKING:
@@ -106,7 +107,7 @@ class Core:
         self.trainings: weakref.WeakSet[Training] = weakref.WeakSet()
         self.savers: dict[str, Saver] = {}
         self.servers: list[Server] = []
-        self._engaging = Mutex()
+        self._engaging, self._recovering = Mutex(), Mutex()
         self._is_closed = self._is_ended = self._has_written = False
 
     # --- what captures and arrivals need -----------------------------------------------------------------------------------
@@ -171,6 +172,15 @@ class Core:
         """
         self.check_open()
         self.settle()
+        with self.looking() as session:
+            yield session
+
+    @contextmanager
+    def looking(self) -> Iterator[Session]:
+        """A session that sees what is recorded. States that died with their process are lost by then: its lease is free."""
+        with self._recovering, suppress(Unavailable):  # where nothing can be written now, what is recorded is shown as it is
+            if held_in(self.home.path, is_held=False):
+                recover(self.database, self.tiers.durable, self.home)
         with self.database.read() as session:
             yield session
 
@@ -187,14 +197,16 @@ class Core:
         if self.running is not None:
             self.running.refs_changed()
 
-    def state(self, rev: str | State) -> State:
-        """The state that a revision names.
+    def state(self, rev: str | State, *, nearest: bool = False) -> State:
+        """The state that a revision names; with ``nearest`` the nearest one that can be restored here, if that one cannot.
 
         :raises NotFound: it names none; lists close names.
         :raises SyntaxProblem: it does not parse; points at the column.
+        :raises Unavailable: with ``nearest``, no state near it can be restored.
         """
         with self.reading() as session:
-            return revision.resolve(session, values.revision(rev))
+            found = revision.resolve(session, values.revision(rev))
+            return nearest_kept(self, session, found) if nearest else found
 
     def seal(self, uid: str, seal: str) -> None:
         """Record the seal of a state's content for good, if the lineage may be written; later seals are compared with it.

@@ -6,24 +6,28 @@ import functools
 import getpass
 import os
 import platform
+import re
 import secrets
 import socket
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Mapping
 from dataclasses import replace
 from datetime import UTC, datetime
 from importlib import metadata
+from pathlib import Path
 
-from datastates.lineage.states import OURS, Run, Value
+from datastates.lineage.states import GIT_REMOTE, GIT_ROOT, OURS, Run, Value
+from datastates.system import masking
 
 from .whereabouts import whereabouts
 
 __all__ = ["describe_run", "describe_training", "node_name", "user_name"]
 
 _PACKAGES = ("datastates", "torch", "numpy", "torchdata", "lightning", "transformers", "accelerate")
-_COMMIT, _NONE_YET = "# branch.oid ", "(initial)"
-"""How ``git status`` begins the line that names the commit, and what it prints there if there is none."""
+_USER = re.compile(r"^(?!ssh:|git\+ssh:)([\w+.-]+://)[^/]*@")
+"""A user in a URL may be a token, except that of ssh."""
 
 
 def node_name() -> str:
@@ -33,7 +37,7 @@ def node_name() -> str:
 
 def describe_run(config: Mapping[str, Value]) -> Run:
     """A record of this process, with a fresh uid."""
-    commit, is_dirty = _git()
+    commit, is_dirty, checkout = _git()
     return Run(
         uid=secrets.token_hex(12),
         host=node_name(),
@@ -42,7 +46,7 @@ def describe_run(config: Mapping[str, Value]) -> Run:
         argv=tuple(sys.argv),
         git_commit=commit,
         git_dirty=is_dirty,
-        config={**config, **whereabouts()},
+        config={**config, **whereabouts(), **checkout},
         versions={"python": platform.python_version(), **_versions()},
         started_at=datetime.now(UTC),
     )
@@ -76,19 +80,38 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def _git() -> tuple[str | None, bool | None]:
-    """The commit of the working directory, and whether it has changes; None outside a checkout or without git."""
-    said = _run_git("status", "--porcelain=v2", "--branch", "--no-ahead-behind", "--untracked-files=no")
-    if said is None:  # no checkout, or one so large that this takes too long
-        return _run_git("rev-parse", "HEAD"), None
-    lines = said.splitlines()
-    commit = next((line.removeprefix(_COMMIT) for line in lines if line.startswith(_COMMIT)), _NONE_YET)
-    return (None, None) if commit == _NONE_YET else (commit, not all(line.startswith("# ") for line in lines))
+def _script() -> Path | None:
+    """The main script, also of a profiler. None in a notebook, under ``python -c``, and where an installed program runs the code, as Ray
+    does.
+    """
+    names = (getattr(sys.modules.get("__main__"), "__file__", None), *sys.argv[:1])
+    found = [Path(each).resolve() for each in names if each and Path(each).is_file()]
+    installed = {Path(sysconfig.get_path(each)).resolve() for each in ("scripts", "stdlib")}
+    return next((each for each in found if not (installed & {*each.parents} or {"site-packages", "dist-packages"} & {*each.parts})), None)
 
 
-def _run_git(*words: str) -> str | None:
+def _git() -> tuple[str | None, bool | None, dict[str, Value]]:
+    """The commit of the main script's folder, or of the working directory if there is no script. Further, whether the checkout has changes
+    (a script that git does not track is one), and where the checkout is and came from. None and empty outside a checkout or without git.
+    """
+    script = _script()
+    run = functools.partial(_run_git, None if script is None else script.parent)
+    if (root := run("rev-parse", "--show-toplevel")) is None:
+        return None, None, {}
+    commit = run("rev-parse", "--verify", "--quiet", "HEAD")
+    changes = run("status", "--porcelain", "--untracked-files=no")  # None if the checkout is so large that this takes too long
+    if script is not None and run("--literal-pathspecs", "ls-files", "--", script.name) == "":
+        changes = "the script"
+    is_dirty = None if commit is None or changes is None else bool(changes)
+    found = {GIT_ROOT: root, GIT_REMOTE: run("ls-remote", "--get-url")}
+    return commit, is_dirty, {key: masking.text(_USER.sub(rf"\1{masking.MASK}@", each)) for key, each in found.items() if each}
+
+
+def _run_git(folder: Path | None, *words: str) -> str | None:
     try:
-        done = subprocess.run(["git", *words], capture_output=True, text=True, errors="replace", timeout=5, check=True)
+        done = subprocess.run(
+            ["git", "--no-optional-locks", *words], cwd=folder, capture_output=True, text=True, errors="replace", timeout=5, check=True
+        )
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.strip()

@@ -6,12 +6,11 @@ because a copy of a folder also contains copies of its leases, which no process 
 
 from __future__ import annotations
 
+import json
 import os
 from datetime import UTC, datetime
 from enum import StrEnum
 from pathlib import Path
-
-import msgspec
 
 from datastates.system.locks import hold, is_held
 from datastates.system.sharing import make_folder_like
@@ -33,14 +32,6 @@ class Seen(StrEnum):
     NOTHING = "nothing"
 
 
-class _Note(msgspec.Struct, frozen=True):
-    """The content of a lease. Older versions wrote none."""
-
-    inode: int
-    host: str
-    pid: int
-
-
 class Lease:
     """An exclusive lock on ``<packs>/leases/<uid>``, for as long as this process lives or until ``close``.
 
@@ -54,7 +45,7 @@ class Lease:
         if held is None:
             raise BlockingIOError(f"{folder / uid} is held by another process")
         try:
-            held.write(msgspec.json.encode(_Note(held.inode, node_name(), os.getpid())).decode())
+            held.write(json.dumps({"inode": held.inode, "host": node_name(), "pid": os.getpid()}))
         except OSError:
             held.close()
             raise
@@ -77,10 +68,10 @@ def beat_at(packs: Path, uid: str) -> datetime | None:
         return None
 
 
-def held_in(packs: Path) -> list[str]:
-    """The runs whose leases in a folder are held, or may be, so that processes may be at work there."""
+def held_in(packs: Path, *, is_held: bool = True) -> list[str]:
+    """The runs whose leases in a folder are held, or may be, so that processes may be at work there; else those whose leases are not."""
     folder = packs / LEASES
-    return [name for name in sorted(os.listdir(folder) if folder.is_dir() else ()) if look(packs, name) is Seen.HELD]
+    return [name for name in sorted(os.listdir(folder) if folder.is_dir() else ()) if (look(packs, name) is Seen.HELD) is is_held]
 
 
 def look(packs: Path, uid: str) -> Seen:
@@ -96,6 +87,6 @@ def look(packs: Path, uid: str) -> Seen:
     except OSError:
         return Seen.HELD
     try:
-        return Seen.FREE if not note or msgspec.json.decode(note, type=_Note).inode == inode else Seen.COPY
-    except msgspec.DecodeError:
+        return Seen.FREE if not note or json.loads(note)["inode"] == inode else Seen.COPY
+    except (ValueError, LookupError, TypeError):
         return Seen.FREE

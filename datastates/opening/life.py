@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+from datastates.errors import Conflict
+from datastates.lineage.change.runs import unfinished
 from datastates.lineage.show.branches import Life
 from datastates.lineage.states import Run
 
@@ -9,7 +13,10 @@ from .home import FOLDER, Home
 from .lease import Seen, look
 from .whereabouts import is_running
 
-__all__ = ["is_alive", "is_dead", "life_of"]
+if TYPE_CHECKING:
+    from sqlalchemy.orm import Session
+
+__all__ = ["check_idle", "is_alive", "is_dead", "life_of"]
 
 
 def is_dead(run: Run, home: Home) -> bool:
@@ -42,6 +49,18 @@ def is_alive(run: Run, home: Home) -> bool:
 
 def life_of(run: Run, home: Home) -> Life:
     """What is known of a run's process."""
+    if run.is_imported and run.finished_at is None:
+        return Life.UNKNOWN
     if run.finished_at is not None or is_dead(run, home):
         return Life.ENDED
     return Life.RUNNING if is_alive(run, home) else Life.UNKNOWN
+
+
+def check_idle(session: Session, branch: str, home: Home) -> None:
+    """Raise if a training may still move a branch.
+
+    :raises Conflict: the process of one is alive, or nothing can be found out about it; the error names the process.
+    """
+    for run in unfinished(session, branch):
+        if life_of(run, home) is not Life.ENDED:
+            raise Conflict(f"branch {branch!r} has a training: process {run.pid} on {run.host}, as far as known; end it, then try again")

@@ -13,6 +13,7 @@ from sqlalchemy.exc import ArgumentError
 
 from datastates import values
 from datastates.errors import InvalidInput, NotFound, Unavailable
+from datastates.lineage.show.texts import plural
 from datastates.system import masking
 
 __all__ = ["DATABASE", "DEFAULT", "Location", "check_whole", "discover", "locate"]
@@ -92,7 +93,8 @@ def check_whole(location: Location) -> None:
     if count:
         is_empty = location.root is not None and (location.root / DATABASE).exists()
         raise NotFound(
-            f"{location.packs} holds {count} states, but their lineage, {location.root}/{DATABASE}, is {'empty' if is_empty else 'gone'}: "
+            f"{location.packs} holds {plural(count, 'state')}, but their lineage, {location.root}/{DATABASE}, is "
+            f"{'empty' if is_empty else 'gone'}: "
             f"bring it back from a copy, rebuild it from the packs by `datastates reindex{' --replace' if is_empty else ''}`, or begin "
             "anew in another folder (`datastates import` takes in a bundle)"
         )

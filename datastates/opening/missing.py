@@ -11,6 +11,8 @@ from datastates.lineage.search.holders import replicas_of
 from datastates.lineage.states import Run, State, Status
 from datastates.store.tier import Tier
 from datastates.store.tiers import DURABLE, VOLATILE, Tiers
+from datastates.system.logs import event
+from datastates.system.notices import say
 
 from .home import Home
 from .life import is_alive
@@ -18,7 +20,7 @@ from .life import is_alive
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
 
-__all__ = ["Here", "explain", "is_elsewhere", "nearest_here"]
+__all__ = ["Here", "explain", "is_elsewhere", "nearest_here", "nearest_kept"]
 
 
 class Here(Protocol):
@@ -48,6 +50,34 @@ def nearest_here(here: Here, session: Session, uid: str) -> State | None:
     return found
 
 
+def nearest_kept(here: Here, session: Session, state: State, *, is_told: bool = True) -> State:
+    """The state itself if its bytes are here, else the nearest one by steps whose bytes are. One line in the log names it, if ``is_told``.
+
+    :raises Unavailable: no ancestor of the state can be restored here, and no later state of its branch.
+    """
+    if state.status.is_restorable and here.holds(state.uid):
+        return state
+    kept = _nearest(state, *_around(here, session, state))
+    if kept is None:
+        raise explain(here, session, state)
+    if is_told:
+        taken = event("nearest.taken", asked=state.uid, state=kept.uid, step=kept.step)
+        say(f"state {state.uid[:10]} (step {state.step}) {_why(here, session, state)}: takes {kept.uid[:10]} (step {kept.step})", taken)
+    return kept
+
+
+def _around(here: Here, session: Session, state: State) -> tuple[State | None, State | None]:
+    """The nearest ancestor along first parents, and the nearest later state of the same branch, whose bytes are here."""
+    earlier = nearest_here(here, session, state.parents[0]) if state.parents else None
+    later = next(filter(here.holds, walk.later_restorable(session, state.uid)), None)
+    return earlier, None if later is None else walk.state(session, later)
+
+
+def _nearest(state: State, *around: State | None) -> State | None:
+    """The one with the nearest step; of two that are equally near the first."""
+    return min(filter(None, around), key=lambda one: abs(one.step - state.step), default=None)
+
+
 def is_elsewhere(here: Here, session: Session, state: State) -> bool:
     """Whether a state that is not here may be elsewhere: in a process that is seen to live, in another folder of packs, or on a tier of the
     user's that this repository was not given or that does not answer."""
@@ -57,9 +87,14 @@ def is_elsewhere(here: Here, session: Session, state: State) -> bool:
 
 
 def explain(here: Here, session: Session, state: State) -> Unavailable:
-    """An error to raise, which says why a state cannot be restored here, and which one can."""
-    nearest = nearest_here(here, session, state.uid)
-    hint = "nor can any ancestor" if nearest is None else f"the nearest ancestor that can is {nearest.uid[:10]} (step {nearest.step})"
+    """An error to raise: why a state cannot be restored here, and the nearest states before and after it that can."""
+    earlier, later = _around(here, session, state)
+    nearest = _nearest(state, earlier, later)
+    hint = "nor can any ancestor" if earlier is None else f"the nearest ancestor that can is {earlier.uid[:10]} (step {earlier.step})"
+    if later is not None:
+        hint += f"; the nearest later state that can is {later.uid[:10]} (step {later.step})"
+    if nearest is not None:
+        hint += f"; track, load and restore take step {nearest.step} with nearest=True"
     said = f"state {state.uid[:10]} (step {state.step}) cannot be restored: it {_why(here, session, state)}; {hint}"
     return Unavailable(said, nearest=None if nearest is None else nearest.uid, is_gone=not state.status.is_restorable)
 

@@ -28,9 +28,10 @@ def recover(database: Database, local: DurableTier, home: Home) -> list[runs.Rec
     """Settle the runs of this folder whose process died, whatever its host was called; returns which branches moved back, and to where.
 
     A state that its process had written completely, without recording it, becomes durable. All others that were only in memory become
-    ``lost``, and branches move back to what can be restored. Nothing is settled if nothing may be written.
+    ``lost``, and branches move back to what can be restored. If nothing may be written, a copy of an SQLite lineage is settled and read
+    instead; a lineage on a server stays as it is.
     """
-    if home.read_only is not None or home.uid is None:
+    if home.uid is None or (home.read_only is not None and database.read_only is None):
         return []
     with database.read() as session:
         dead = [run for run in runs.unfinished(session) if is_dead(run, home)]
@@ -38,10 +39,12 @@ def recover(database: Database, local: DurableTier, home: Home) -> list[runs.Rec
         parts = {part: digest for run in dead for part, digest in runs.parts_in_memory(session, run.uid, volatile=VOLATILE).items()}
     if not dead:
         return []
-    with database.write(durable=True) as session:
+    with database.write(durable=True, in_copy=True) as session:
         for (uid, rank), placed in _whole({**{(uid, 0): digest for uid, digest in unheard.items()}, **parts}, local).items():
             record.mark(session, uid, local.gives, tier=local.name, node=home.uid, rank=rank, bytes=placed.bytes_new)
         recovered = runs.recover(session, [run.uid for run in dead], volatile=VOLATILE)
+    if home.read_only is not None:
+        return recovered
     local.sweep()
     for run in dead:
         with suppress(PermissionError):  # another user owns the file, in a folder with the sticky bit

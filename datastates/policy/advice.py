@@ -14,6 +14,7 @@ from datastates.lineage.schema import RunRow, table
 from datastates.lineage.show.failures import Failures, failures
 from datastates.lineage.states import Run
 
+from .auto import Auto
 from .cadence import Cadence
 from .checkfreq import OVERHEAD, CheckFreq
 from .contract import CadenceChoice, Costs, Policy
@@ -75,6 +76,7 @@ def advise(
     run = _measured(session, branch)
     costs = None if run is None else read_costs(run.config)
     policies = (
+        Auto(),
         Cadence(),
         CheckFreq(overhead),
         Young(reckoned_s, is_observed=mtbf_s is None),

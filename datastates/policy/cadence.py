@@ -19,9 +19,10 @@ INTERVAL_S = 30.0
 class Cadence(Policy):
     """Decides which captures become durable by themselves; tagged states and branch heads at exit always do.
 
-    ``every`` counts captures (1: each of them), ``interval_s`` is the least time between two writes of the newest state, ``steps`` is the
-    least number of the optimizers' steps. All may be None; then only tags, the exit and ``capture.wait("durable")`` make states durable.
-    Give it to ``Config`` or ``Repository.track`` as ``cadence``, alone or joined by ``|`` with others.
+    ``every`` counts the captures of this tracker: 5 picks captures 5, 10, 15 and so on. ``interval_s`` is the least time between two writes
+    of the newest state. ``steps`` picks the first capture at or after each multiple of so many steps of the optimizers. All may be None;
+    then only tags, the exit and ``capture.wait("durable")`` make states durable. Give it to ``Config`` or ``Repository.track`` as
+    ``cadence``, alone or joined by ``|`` with others.
 
         repo.track(model=model, cadence=datastates.Cadence(every=10, interval_s=None))
 
@@ -43,9 +44,9 @@ class Cadence(Policy):
     def is_due(self, moment: Moment, /) -> bool:
         """See ``Policy``."""
         if moment.index is not None:
-            if self.every is not None and moment.index % self.every == 0:
+            if self.every is not None and (moment.index + 1) % self.every == 0:
                 return True
-            if self.steps is not None and (moment.last_step is None or not 0 <= moment.step - moment.last_step < self.steps):
+            if self.steps is not None and moment.step // self.steps != (moment.last_step or 0) // self.steps:
                 return True
         if self.interval_s is None or not moment.is_newest:
             return False
@@ -59,21 +60,17 @@ class Cadence(Policy):
 
     def counted(self) -> Policy | None:
         """See ``Policy``."""
-        is_plain = type(self) is Cadence  # a subclass may depend on anything
-        return Cadence(self.every, None) if is_plain and self.every is not None else None
+        return Cadence(self.every, None) if type(self) is Cadence and self.every is not None else None  # a subclass may depend on anything
 
     def told(self) -> CadenceChoice:
         """See ``Policy``."""
-        return CadenceChoice(str(self), f"{self._said()}, as it was told", every=self.every, interval_s=self.interval_s)
-
-    def _said(self) -> str:
-        parts = [
+        parts = (
             None if self.every is None else "each capture" if self.every == 1 else f"every {self.every} captures",
             None if self.steps is None else f"a state every {self.steps} steps",
             None if self.interval_s is None else f"the newest state every {plain(self.interval_s)} s",
-        ]
-        found = [part for part in parts if part is not None]
-        return " and ".join(found) if found else "nothing by itself"
+        )
+        why = f"{' and '.join(filter(None, parts)) or 'nothing by itself'}, as it was told"
+        return CadenceChoice(str(self), why, every=self.every, interval_s=self.interval_s)
 
     def __or__(self, other: object) -> Policy:
         """A policy that writes what either would write. Two cadences that do not set the same field differently become one with the fields
@@ -87,5 +84,5 @@ class Cadence(Policy):
         return Policy.__or__(self, other)
 
     def __str__(self) -> str:
-        parts = [("every", self.every), ("steps", self.steps), ("seconds", self.interval_s)]
-        return "|".join(f"{name}:{plain(value)}" for name, value in parts if value is not None) or "never"
+        parts = {"every": self.every, "steps": self.steps, "seconds": self.interval_s}
+        return "|".join(f"{name}:{plain(value)}" for name, value in parts.items() if value is not None) or "never"

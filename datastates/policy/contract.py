@@ -23,6 +23,11 @@ class Costs:
     ``overhead_s`` in all; the time that merely overlaps with training is not lost. A capture holds the training for ``held_s``, written or
     not. ``captures`` and ``writes`` say from how many this was learnt. ``further_s`` is how long it takes to put a state onto the further
     tiers; None: no such tier took one.
+
+    ``pace_s`` passes between two captures, written or not. ``sure_s`` is a delay that a write causes almost certainly, and ``error_s``
+    is the standard error of that. Writing a state takes ``cpu_s`` of the processor's time (None: not measured), and adds ``size`` bytes
+    to the disk. ``debt`` is how many bytes of what was written the policy's ``bytes_per_s`` has not paid for yet. Lately up to
+    ``waiting`` states waited for the disk at once; inf: a capture had to wait, since memory was full.
     """
 
     interval_s: float
@@ -32,6 +37,13 @@ class Costs:
     captures: int
     writes: int
     further_s: float | None = None
+    pace_s: float = 0.0
+    sure_s: float = 0.0
+    error_s: float = 0.0
+    cpu_s: float | None = None
+    size: float = 0.0
+    debt: float = 0.0
+    waiting: float = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +70,8 @@ class Moment:
     ``index`` is the number of the capture in its line, from 0; None if there was no new capture, and only time passed or a write ended.
     ``step`` and ``metrics`` are the state's. ``last_write``, ``last_index`` and ``last_step`` are those of the newest state that the policy
     picked; None before the first. ``extremes`` are the least and the greatest value of each metric so far. ``count`` captures were made so
-    far, ``idle`` of them since the last write ended. ``is_writing``: a write of the line is under way or waits. ``choice`` is the policy's
-    last choice.
+    far, ``idle`` of them since the last write ended. ``waiting`` states are being written, or wait for that. ``choice`` is the policy's
+    last choice. ``size`` and ``debt`` are in bytes, as in ``Costs``.
     """
 
     now: float
@@ -73,8 +85,15 @@ class Moment:
     extremes: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     count: int = 0
     idle: int = 0
-    is_writing: bool = False
+    waiting: int = 0
     choice: CadenceChoice | None = None
+    size: float = 0.0
+    debt: float = 0.0
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether a write is under way or waits."""
+        return self.waiting > 0
 
     @property
     def since(self) -> int:
@@ -95,6 +114,8 @@ class Policy(ABC):
     """Whether ``choose`` ever chooses anything."""
     asks_mtbf = False
     """Whether ``informed`` should tell it how often processes fail."""
+    bytes_per_s: float | None = None
+    """The rate, in bytes a second, that ``Moment.debt`` is paid off with; None: the policy does not ask for it."""
 
     @abstractmethod
     def is_due(self, moment: Moment, /) -> bool:
@@ -154,6 +175,11 @@ class AnyOf(Policy):
     def asks_mtbf(self) -> bool:  # type: ignore[override]  # a constant of other policies
         """See ``Policy``."""
         return any(one.asks_mtbf for one in self.members)
+
+    @property
+    def bytes_per_s(self) -> float | None:  # type: ignore[override]  # a constant of other policies
+        """See ``Policy``."""
+        return next((one.bytes_per_s for one in self.members if one.bytes_per_s is not None), None)
 
     def is_due(self, moment: Moment, /) -> bool:
         """See ``Policy``."""

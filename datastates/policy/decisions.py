@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 
 from .retention import Retention, size_text
-from .rules import Fact, densities
+from .rules import Fact, Within, densities
 
-__all__ = ["Decision", "Ledger", "Policies", "decide"]
+__all__ = ["Decision", "Ledger", "Policies", "decide", "decide_gradually"]
 
 _NEVER = 2
 """From this rank on, a state is not dropped to make room."""
@@ -22,7 +23,7 @@ _HELD = 3
 class Policies:
     """The retention policy of each branch: the one under its name in ``own``, else ``default``, whose bound is on all states together.
 
-    The bound of a policy in ``own`` is on its branch. A bound is a number here: ``half`` was converted before.
+    The bound of a policy in ``own`` is on its branch. A bound is a number here: ``auto`` was converted before.
     """
 
     default: Retention
@@ -102,6 +103,22 @@ def decide(facts: Iterable[Fact], policies: Policies, now: float) -> list[Decisi
     reasons = {each.fact.uid: each.reason for each in kept}
     ordered = (fact for line in lines.values() for fact in line)
     return [Decision(fact, fact.uid in reasons, reasons.get(fact.uid) or dropped[fact.uid]) for fact in ordered]
+
+
+def decide_gradually(facts: Sequence[Fact], policies: Policies, now: float, most: int) -> tuple[list[Decision], int]:
+    """``decide`` as of an earlier time, if more than ``most`` states would go because of their age alone; and how many stay for that.
+
+    A state goes because of its age alone if it would stay at some earlier time.
+    """
+    found = decide(facts, policies, now)
+    going = [each.fact for each in found if not each.is_kept]
+    stays = {each.fact.uid for each in decide(facts, policies, -math.inf) if each.is_kept} if going else set()
+    expires = sorted(
+        fact.created_at + max((rule.seconds for rule in policies.of(fact.branch).effective if isinstance(rule, Within)), default=0.0)
+        for fact in going
+        if fact.uid in stays
+    )
+    return (found, 0) if len(expires) <= most else (decide(facts, policies, expires[most]), len(expires) - most)
 
 
 def _by_rules(line: Sequence[Fact], policy: Retention, now: float, dropped: dict[str, str]) -> list[_Kept]:

@@ -12,13 +12,14 @@ __all__ = ["noted", "read_choice", "read_costs"]
 
 _CADENCE = f"{OURS}cadence"
 
-_COSTS = ("interval_s", "write_s", "overhead_s", "held_s", "captures", "writes", "further_s")
+_COSTS = ("interval_s", "write_s", "overhead_s", "held_s", "captures", "writes")
+_OPTIONAL = ("further_s", "cpu_s", "size")
 _CHOICE = ("why", "every", "interval_s", "further_every")
 
 
 def noted(costs: Costs, choice: CadenceChoice | None) -> dict[str, Value]:
     """Costs and choice, as a run's configuration keeps them."""
-    found: dict[str, Value] = {f"{_CADENCE}.costs.{name}": getattr(costs, name) for name in _COSTS}
+    found: dict[str, Value] = {f"{_CADENCE}.costs.{name}": getattr(costs, name) for name in (*_COSTS, *_OPTIONAL)}
     if choice is not None:
         found[_CADENCE] = choice.cadence
         found |= {f"{_CADENCE}.{name}": getattr(choice, name) for name in _CHOICE}
@@ -28,10 +29,10 @@ def noted(costs: Costs, choice: CadenceChoice | None) -> dict[str, Value]:
 def read_costs(config: Mapping[str, Value]) -> Costs | None:
     """The costs in a run's record; None if it has none, or not all."""
     found = {name: config.get(f"{_CADENCE}.costs.{name}") for name in _COSTS}
-    further_s = found.pop("further_s")
     if not all(isinstance(value, int | float) for value in found.values()):
         return None
-    return Costs(**found, further_s=further_s if isinstance(further_s, float) else None)  # type: ignore[arg-type]  # they are numbers
+    more = {name: value for name in _OPTIONAL if isinstance(value := config.get(f"{_CADENCE}.costs.{name}"), float)}
+    return Costs(**found, **more)  # type: ignore[arg-type]  # they are numbers
 
 
 def read_choice(config: Mapping[str, Value]) -> CadenceChoice | None:

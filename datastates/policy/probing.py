@@ -5,7 +5,7 @@ from __future__ import annotations
 from .cadence import INTERVAL_S
 from .contract import Costs, Moment
 
-__all__ = ["APART", "is_probe_due", "stays"]
+__all__ = ["APART", "LONGER", "is_probe_due", "stays"]
 
 APART = 8
 """How many captures without a write lie between two of these writes, for comparison."""
@@ -15,7 +15,7 @@ _AFTER = 8
 
 _SUDDEN = 2.0
 
-_LONGER, _SHORTER = 1.15, 0.7
+LONGER, _SHORTER = 1.15, 0.7
 """A chosen interval stays while the best one lies between these multiples of it. The share of the time that writing takes is then at most
 15 % above what was asked for.
 """
@@ -36,4 +36,4 @@ def stays(current: float, best: float, before: Costs | None, now: Costs) -> bool
     """Whether an interval chosen by some costs stays, although another would now be best: noise must not move it to and fro."""
     if before is not None and now.writes - before.writes < _AFTER and best <= _SUDDEN * current:
         return True
-    return _SHORTER * current < best <= _LONGER * current
+    return _SHORTER * current < best <= LONGER * current

@@ -7,13 +7,14 @@ Words may stand in any order, separated by blanks or commas. A state stays if an
     all                     every state
     latest:N                the newest N of each branch
     best:N:METRIC[:max]     the N best by a metric, of each branch; without ``:min`` or ``:max`` as the metric's name says
+    best:N:*                the N best by each metric whose name has a direction: losses fall, accuracies rise
     every:K                 the first at or after every K-th step
     interval:T              the first of every time span, such as 30m or 2h
     within:T                the states of the last time span, such as 7d
     thin:N                  about N for each doubling of the distance from the newest
     tagged                  nothing but the states that always stay
     at-most:SIZE            at most this many bytes: older states are thinned until they fit
-    at-most:half            half of what the disk has room for
+    at-most:auto            20 GiB or eight states, whichever is more, and no more than half of what the disk has room for
 
 A metric whose name has characters that words do not have goes in double quotes.
 """
@@ -29,7 +30,7 @@ from typing import Literal, Self
 from datastates import values
 from datastates.errors import InvalidInput
 
-from .rules import All, Best, Every, Goal, Interval, Latest, Rule, Tagged, Thin, Within
+from .rules import EACH, All, Best, Every, Goal, Interval, Latest, Rule, Tagged, Thin, Within
 
 __all__ = ["DEFAULT", "Retention", "asked_for", "best_of", "retention_of", "size_text"]
 
@@ -55,7 +56,7 @@ class Retention:
     """
 
     rules: tuple[Rule, ...] = ()
-    bound: int | Literal["half"] | None = None
+    bound: int | Literal["auto"] | None = None
 
     def __post_init__(self) -> None:
         given: object = self.rules
@@ -63,8 +64,8 @@ class Retention:
         for rule in rules:
             if not isinstance(rule, _RULES):
                 raise InvalidInput(f"rules holds {values.shown(rule)}: combine what Retention.latest and its like give, or give a text")
-        if self.bound is not None and not (isinstance(self.bound, str) and str.__str__(self.bound) == "half"):
-            object.__setattr__(self, "bound", values.size(self.bound, "at_most, or 'half',", least=1))
+        if self.bound is not None and not (isinstance(self.bound, str) and str.__str__(self.bound) == "auto"):
+            object.__setattr__(self, "bound", values.size(self.bound, "at_most, or 'auto',", least=1))
         plain = tuple(dict.fromkeys(rules))
         object.__setattr__(self, "rules", plain if plain or self.bound is not None else (All(),))
 
@@ -112,7 +113,10 @@ class Retention:
 
     @classmethod
     def at_most(cls, size: int | str) -> Self:
-        """Bounds the bytes of all states, also as ``"50G"``; ``"half"`` is half of what the disk has room for when a training begins."""
+        """Bounds the bytes of all states, also as ``"50G"``; ``"auto"`` is 20 GiB or eight states, whichever is more.
+
+        It is never more than half of what the disk has room for when a training begins.
+        """
         return cls((), size)  # type: ignore[arg-type]  # a text becomes bytes there
 
     @classmethod
@@ -134,11 +138,11 @@ class Retention:
     @property
     def text(self) -> str:
         """The policy as ``parse`` reads it."""
-        bound = () if self.bound is None else (f"at-most:{self.bound if self.bound == 'half' else size_text(self.bound)}",)
+        bound = () if self.bound is None else (f"at-most:{self.bound if isinstance(self.bound, str) else size_text(self.bound)}",)
         return " ".join((*(rule.text for rule in self.rules), *bound))
 
     def __or__(self, other: Retention) -> Retention:
-        """Keep what either keeps. The smaller of two bounds holds, and a number holds rather than ``half``."""
+        """Keep what either keeps. The smaller of two bounds holds, and a number holds rather than ``auto``."""
         if not isinstance(other, Retention):
             return NotImplemented
         sizes = [each.bound for each in (self, other) if isinstance(each.bound, int)]
@@ -154,8 +158,8 @@ class Retention:
 
     @property
     def bests(self) -> tuple[Best, ...]:
-        """The rules that depend on a metric."""
-        return tuple(rule for rule in self.rules if isinstance(rule, Best))
+        """The rules that depend on a named metric."""
+        return tuple(rule for rule in self.rules if isinstance(rule, Best) and rule.key != EACH)
 
     def keeping_best(self, *bests: Best) -> Retention:
         """This policy, and the best by these metrics."""
@@ -166,8 +170,8 @@ class Retention:
         return replace(self, rules=self.effective, bound=size)
 
 
-DEFAULT = Retention((All(),), "half")
-"""Keeps everything until states take half of what the disk has room for; then the older ones are thinned."""
+DEFAULT = Retention((All(), Best(EACH)), "auto")
+"""Keeps everything until states take 20 GiB (see ``at-most:auto``); then the older ones are thinned, and the best stay."""
 
 
 def retention_of(value: object, what: str = "retention") -> Retention:

@@ -18,10 +18,26 @@ from typing import ClassVar, Literal, Protocol
 from datastates import values
 from datastates.errors import InvalidInput
 
-__all__ = ["All", "Best", "Every", "Fact", "Goal", "Interval", "Latest", "Rule", "Tagged", "Thin", "Within", "densities", "seconds_text"]
+__all__ = [
+    "EACH",
+    "All",
+    "Best",
+    "Every",
+    "Fact",
+    "Goal",
+    "Interval",
+    "Latest",
+    "Rule",
+    "Tagged",
+    "Thin",
+    "Within",
+    "densities",
+    "seconds_text",
+]
 
 Goal = Literal["min", "max"]
-_PLAIN_KEY = re.compile(r"[A-Za-z0-9_./@%+-]+")
+EACH = "*"  # as the metric of ``Best``: each metric whose name has a direction
+_PLAIN_KEY = re.compile(r"[A-Za-z0-9_./@%+*-]+")
 _UNITS_S = (("d", 86_400), ("h", 3600), ("m", 60), ("s", 1))
 _NO_METRICS: Mapping[str, float] = {}
 
@@ -114,7 +130,10 @@ class Latest:
 
 @dataclass(frozen=True, slots=True)
 class Best:
-    """Keeps the ``count`` states with the best values of a metric, the newest of equals. ``goal`` None: as the metric's name says."""
+    """Keeps the ``count`` states with the best values of a metric, the newest of equals. ``goal`` None: as the metric's name says.
+
+    With ``EACH`` as ``key`` these are the best by each metric whose name has a direction.
+    """
 
     key: str
     count: int = 1
@@ -151,6 +170,12 @@ class Best:
 
     def keep(self, states: Sequence[Fact], now: float) -> Iterator[tuple[Fact, str]]:
         """See ``Rule.keep``."""
+        if self.key == EACH:
+            from datastates.lineage.show.goals import named_direction
+
+            for key in sorted({key for fact in states for key in fact.metrics if named_direction(key) is not None}):
+                yield from Best(key, self.count).keep(states, now)
+            return
         sign = -1 if self.is_max else 1
         rated = [fact for fact in states if not math.isnan(fact.metrics.get(self.key, math.nan))]
         rated.sort(key=lambda fact: (sign * fact.metrics[self.key], -fact.index))

@@ -9,8 +9,9 @@ from operator import or_
 from datastates import values
 from datastates.errors import InvalidInput
 
+from .auto import BYTES_PER_S, Auto
 from .cadence import Cadence
-from .checkfreq import CheckFreq
+from .checkfreq import OVERHEAD, CheckFreq
 from .contract import Policy
 from .improvement import OnImprovement
 from .mtbf import NODE_MTBF_S, Daly, TwoLevel, Young
@@ -18,7 +19,9 @@ from .spelling import read_duration, read_name, read_percent
 
 __all__ = ["FORMS", "parse", "policy"]
 
-FORMS = "every:10, steps:100, seconds:30, best:val_loss, checkfreq:3.5%, young, daly:6h, two-level:6h:7d or never, joined by |"
+FORMS = (
+    "every:10, steps:100, seconds:30, best:val_loss, auto:3.5%:32M, checkfreq:3.5%, young, daly:6h, two-level:6h:7d or never, joined by |"
+)
 
 
 def policy(given: object, what: str = "cadence") -> Policy:
@@ -79,6 +82,10 @@ def _best(metric: str, direction: str = "") -> Policy:
     return OnImprovement(read_name(metric), rising[direction])
 
 
+def _auto(share: str = "", rate: str = "") -> Policy:
+    return Auto(read_percent(share) if share else OVERHEAD, values.size(rate, "the rate") if rate else BYTES_PER_S)
+
+
 def _checkfreq(share: str = "") -> Policy:
     return CheckFreq(read_percent(share)) if share else CheckFreq()
 
@@ -98,6 +105,7 @@ def _two_level(mtbf: str = "", node: str = "") -> Policy:
 
 
 _MAKERS: dict[str, Callable[..., Policy]] = {
+    "auto": _auto,
     "every": _every,
     "steps": _steps,
     "seconds": _seconds,

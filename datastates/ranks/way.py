@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import socket
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -31,8 +32,8 @@ _MOST_GATES = 3
 _CONNECTIONS = 40
 """The most connections of one process; somewhat more than a database keeps."""
 
-_PATIENCE_S = 60.0
-"""How many seconds a rank through which others go waits at the end until they have left."""
+_PATIENCE_S, _FAILING_S = 60.0, 3.0
+"""How many seconds a rank through which others go waits at the end until they have left; the second after an error."""
 
 _PORT = "5432"
 
@@ -63,7 +64,8 @@ def reach(url: str, *, group: Group | None = None) -> Iterator[str]:
     Collective at its beginning, on the training threads: each rank tries ``url``. If some cannot reach it, the first three ranks that can
     each open a port, which leads only to the database, and only for peers with a key that the ranks draw now. For the others the URL is
     that of a Unix socket of this process, through which all their queries go. Ranks through which others go wait at the end of the block,
-    for a minute at most, until those have closed what they opened. SQLite's databases are files: a rank reaches the folder or does not.
+    for a minute at most (3 s after an error), until those have closed what they opened. SQLite's databases are files: a rank reaches the
+    folder or does not.
 
     :param group: the ranks; None: those of this job, as ``track`` finds them.
     :raises Unavailable: no rank can reach the database, or this rank can reach none of those that can.
@@ -102,14 +104,11 @@ def _server(url: str) -> tuple[str, int] | str:
     """
     database = Database(url)
     try:
-        raw = database.engine.raw_connection()
-        try:
-            info: Any = getattr(raw.driver_connection, "info", None)
+        with database.read() as session:
+            info: Any = getattr(session.connection().connection.driver_connection, "info", None)
             if info is None:
                 raise InvalidInput(f"{masking.text(url)} is no server: ranks reach the file of a lineage, or they do not")
             return f"{info.host}/.s.PGSQL.{info.port}" if info.host.startswith("/") else (info.host, info.port)
-        finally:
-            raw.close()
     finally:
         database.close()
 
@@ -177,7 +176,7 @@ def _hosts() -> tuple[str, ...]:
 
 def _leave(gate: Gate) -> None:
     """Close a gate, once no rank goes through it any more."""
-    ends_at = time.monotonic() + _PATIENCE_S
+    ends_at = time.monotonic() + (_PATIENCE_S if sys.exc_info()[1] is None else _FAILING_S)
     while gate.passing and time.monotonic() < ends_at:
         time.sleep(0.01)
     gate.close()

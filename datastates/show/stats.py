@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from datastates.lineage.show.stats import Counts, count
-from datastates.lineage.show.texts import size_text
+from datastates.lineage.show.texts import plural, size_text
 from datastates.system.recorder import Activity
 
 if TYPE_CHECKING:
@@ -44,16 +44,17 @@ def stats(core: Core) -> RepositoryStats:
 def _lines(found: RepositoryStats) -> Iterator[str]:
     counts, done = found.lineage, found.activity
     statuses = ", ".join(f"{number:,} {status}" for status, number in counts.statuses.items())
-    yield f"{counts.states:,} states{f' ({statuses})' if statuses else ''}, {counts.branches:,} branches, {counts.tags:,} tags"
+    states = plural(counts.states, "state") + f" ({statuses})" * bool(statuses)
+    yield f"{states}, {plural(counts.branches, 'branch')}, {plural(counts.tags, 'tag')}"
     yield f"{size_text(found.bytes_stored)} in packs"
     if done != Activity():
         yield (
-            f"here {done.captures:,} captures: {size_text(done.bytes_copied)} copied, {size_text(done.bytes_new)} of it new; "
+            f"here {plural(done.captures, 'capture')}: {size_text(done.bytes_copied)} copied, {size_text(done.bytes_new)} of it new; "
             f"{done.written:,} written, {size_text(done.bytes_written)} new on disk"
         )
     rare = (("skipped", done.skipped), ("failed", done.failed), ("tried again", done.retries), ("left memory", done.evicted))
     if done.snapshots:
-        yield f"{done.snapshots:,} captures stayed on the device, too"
+        yield f"{plural(done.snapshots, 'capture')} stayed on the device, too"
     if any(number for _, number in rare):
         yield ", ".join(f"{number:,} {what}" for what, number in rare if number)
     for timing in done.timings:

@@ -7,7 +7,7 @@ digest. The compared bytes are read once, when a state first shares them; its su
 from __future__ import annotations
 
 import os
-from collections.abc import Container, Mapping
+from collections.abc import Container, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -20,12 +20,12 @@ from datastates.content.manifest import CHUNK_BYTES, PackInfo
 from datastates.system.regular import open_regular
 
 from .comparing import are_equal
-from .index import SHARED_BYTES, ChunkIndex, Hint
-from .pack import MAX_HEADER, PAGE, padded
+from .index import SHARED_BYTES, Hint
+from .pack import MAX_HEADER, alignment, padded
 from .placing import Places
 from .tier import Payload
 
-__all__ = ["Borrowed", "Stamp", "find_borrowed", "stamp_of"]
+__all__ = ["Borrowed", "Stamp", "find_borrowed", "shared_keys", "stamp_of"]
 
 _AHEAD_BYTES = 8 * CHUNK_BYTES
 """How much the kernel is asked to read ahead; without this the disk delivers a third of its speed."""
@@ -45,19 +45,27 @@ class Borrowed:
     stamps: Mapping[str, Stamp] = field(default_factory=dict)
 
 
-def find_borrowed(root: Path, index: ChunkIndex, payload: Payload, known: Container[_Key], likely: Places) -> Borrowed:
-    """The chunks of a state that lie in packs of ``root``, except ``known`` ones, and small ones that have no ``likely`` place."""
+def shared_keys(payload: Payload, known: Container[_Key]) -> list[_Key]:
+    """The chunks of a state that may lie in packs of other states, except ``known`` ones."""
+    keys = ((chunk.digest, chunk.length) for chunk in payload.manifest.content.chunks if chunk.length >= SHARED_BYTES)
+    return [key for key in keys if key not in known]
+
+
+def find_borrowed(root: Path, hinted: Mapping[_Key, Sequence[Hint]], payload: Payload, known: Container[_Key], likely: Places) -> Borrowed:
+    """The chunks of a state that lie in packs of ``root``, except ``known`` ones: at places that are ``hinted`` for the
+    ``shared_keys`` of the state, or at ``likely`` ones.
+    """
     first: dict[_Key, int] = {}
     for number, chunk in enumerate(payload.manifest.content.chunks):
         key = (chunk.digest, chunk.length)
-        if key not in known and (chunk.length >= SHARED_BYTES or key in likely):
+        if key not in known and (key in hinted or key in likely):
             first.setdefault(key, number)
     if not first:
         return Borrowed()
     places: dict[_Key, tuple[PackInfo, int]] = {}
     stamps: dict[str, Stamp] = {}
     hints = [Hint(key, likely[key][0].name, likely[key][1]) for key in first if key in likely]
-    hints += index.find(key for key in first if key[1] >= SHARED_BYTES)
+    hints += [hint for key in first for hint in hinted.get(key, ())]
     hints = sorted(dict.fromkeys(hints), key=lambda hint: (hint.pack, hint.offset))
     buffer = memoryview(bytearray(CHUNK_BYTES if hints else 0))
     for name, group in groupby(hints, key=lambda hint: hint.pack):
@@ -100,9 +108,9 @@ class _Pack:
             raise
 
     def holds(self, offset: int, wanted: memoryview) -> bool:
-        """Whether these bytes lie at ``offset`` as a chunk: from the start of a page, followed by zeros."""
+        """Whether these bytes lie at ``offset`` as a chunk: aligned, and followed by zeros."""
         end = padded(wanted.nbytes)
-        if offset % PAGE or offset < self.info.header_length or offset + end > self.info.size:
+        if offset % alignment(wanted.nbytes) or offset < self.info.header_length or offset + end > self.info.size:
             return False
         os.posix_fadvise(self._fd, offset, _AHEAD_BYTES, os.POSIX_FADV_WILLNEED)
         found = self._buffer[:end]
@@ -119,6 +127,6 @@ class _Pack:
 
 def _info(fd: int, name: str, size: int) -> PackInfo:
     length = 8 + int.from_bytes(os.pread(fd, 8, 0), "little")
-    if length % PAGE or not PAGE <= length <= min(size, MAX_HEADER):
+    if length % alignment(0) or not 8 < length <= min(size, MAX_HEADER):
         raise OSError(f"{name} is no pack")
     return PackInfo(name, size, length, chunk_digest(os.pread(fd, length, 0)))

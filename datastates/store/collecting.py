@@ -8,7 +8,7 @@ lock for a few files at a time, and copies bytes without it, so that captures an
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,9 +16,9 @@ from datastates.errors import Conflict, Corrupt, NotFound, Unavailable, Unsuppor
 from datastates.system.interrupts import checkpoint
 from datastates.system.locks import hold
 
-from .files import TEMPORARY, is_abandoned, locked, remove_abandoned, sync_folder
+from .files import TEMPORARY, is_abandoned, locked, sync_folder
 from .naming import uid_of
-from .references import References
+from .references import Catalogue, Member
 from .rewriting import Rewriting, Sparse, sparse_packs
 
 __all__ = ["Collected", "Collector"]
@@ -27,9 +27,6 @@ _BATCH = 32
 """The number of files that are deleted while the lock is held once."""
 
 _ONE_AT_A_TIME = ".collecting"
-
-Packs = Mapping[str, frozenset[str] | None]
-"""The packs that each manifest needs; None if the manifest cannot be read."""
 
 
 @dataclass(slots=True)
@@ -48,15 +45,15 @@ class Collected:
 class Collector:
     """One collection in a folder. ``tell`` is called with the bytes freed so far, and the total that can be.
 
-    ``without`` are manifests that ``look`` treats as deleted.
+    ``without`` are states that ``look`` treats as deleted.
 
     :raises Conflict: another process collects in this folder.
     """
 
     def __init__(
-        self, root: Path, references: References, rewriting: Rewriting, *, tell: Callable[[int, int], None], without: Collection[str] = ()
+        self, root: Path, catalogue: Catalogue, rewriting: Rewriting, *, tell: Callable[[int, int], None], without: Iterable[str] = ()
     ) -> None:
-        self._root, self._references, self._rewriting = root, references, rewriting
+        self._root, self._catalogue, self._rewriting = root, catalogue, rewriting
         self._tell, self._without = tell, frozenset(without)
         self._collected = Collected()
 
@@ -72,7 +69,7 @@ class Collector:
             for name in self._unneeded(manifests):
                 done.packs += 1
                 done.pack_bytes += _size(self._root / name)
-            for pack in self._sparse(manifests):
+            for pack in sparse_packs(manifests):
                 done.rewritten += 1
                 done.rewritten_bytes += pack.dead_bytes
         return done
@@ -89,7 +86,7 @@ class Collector:
 
     def _collect(self) -> Collected:
         manifests = self._manifests()
-        unneeded, sparse = ([], []) if manifests is None else (self._unneeded(manifests), self._sparse(manifests))
+        unneeded, sparse = ([], []) if manifests is None else (self._unneeded(manifests), sparse_packs(manifests))
         total = sum(_size(self._root / name) for name in unneeded) + sum(pack.dead_bytes for pack in sparse)
         self._say(total)
         self._remove_temporaries()
@@ -106,10 +103,10 @@ class Collector:
     def _temporaries(self) -> list[Path]:
         return [self._root / name for name in os.listdir(self._root) if name.startswith(TEMPORARY)]
 
-    def _manifests(self) -> Packs | None:
-        """The packs that each manifest needs; None if one cannot be read, since it may need any pack."""
-        found = {name: packs for name, packs in self._references.of_each().items() if name not in self._without}
-        unread = sorted(name for name, packs in found.items() if packs is None and (self._root / name).exists())
+    def _manifests(self) -> dict[str, list[Member]] | None:
+        """The manifests in each file; None if one cannot be read, since it may need any pack."""
+        listed = self._catalogue.listed()
+        unread = sorted(name for name, each in listed.items() if not each.is_sound and (self._root / name).exists())
         if unread:
             more = f" and {len(unread) - 1} more" if len(unread) > 1 else ""
             self._collected.left.append(
@@ -117,14 +114,11 @@ class Collector:
                 "`datastates repair` brings it back where it is elsewhere"
             )
             return None
-        return {name: packs for name, packs in found.items() if packs is not None}
+        return {name: [member for member in each.members if member.uid not in self._without] for name, each in listed.items()}
 
-    def _unneeded(self, manifests: Packs) -> list[str]:
-        needed = {pack for packs in manifests.values() for pack in packs or ()}
+    def _unneeded(self, manifests: Mapping[str, list[Member]]) -> list[str]:
+        needed = {pack.name for members in manifests.values() for member in members for pack in member.packs}
         return sorted(name for name in os.listdir(self._root) if uid_of(name, "safetensors") is not None and name not in needed)
-
-    def _sparse(self, manifests: Packs) -> list[Sparse]:
-        return sparse_packs(self._root, {name: packs for name, packs in manifests.items() if packs is not None})
 
     def _remove_temporaries(self) -> None:
         found = self._temporaries()
@@ -133,7 +127,7 @@ class Collector:
             with locked(self._root, is_shared=False):  # an identity is written under this lock only
                 for path in found[start : start + _BATCH]:
                     size = _size(path)
-                    if remove_abandoned(path):
+                    if is_abandoned(path, removes=True):
                         self._collected.temporaries += 1
                         self._collected.temporary_bytes += size
 
@@ -141,7 +135,7 @@ class Collector:
         for start in range(0, len(names), _BATCH):
             checkpoint()
             with locked(self._root, is_shared=False):
-                needed = self._references.needed()
+                needed = self._catalogue.needed()
                 for name in names[start : start + _BATCH]:
                     if needed is not None and name not in needed:
                         self._remove_pack(name)
@@ -168,7 +162,7 @@ class Collector:
         except (Corrupt, NotFound, Unavailable, Unsupported, OSError) as exc:
             self._collected.left.append(f"{pack.name}, of which {pack.dead_bytes} bytes are not needed: {exc}")
             return
-        if freed:
+        if freed is not None:
             self._collected.rewritten += 1
             self._collected.rewritten_bytes += freed
 

@@ -10,29 +10,28 @@ import secrets
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import count
 from pathlib import Path
 
 import numpy as np
 
+from datastates.content.manifest import LARGE_BYTES
 from datastates.system.deeds import at
 from datastates.system.interrupts import undisturbed
-from datastates.system.locks import close_lockable, open_lockable
+from datastates.system.locks import close_lockable, is_at, is_ours, open_lockable
 from datastates.system.sharing import may_read, share
 
 from .pace import Pace
-from .pack import PAGE, padded
+from .pack import PAGE, PackLayout, padded
+from .references import LACKING
 
 __all__ = [
     "FORBIDDEN",
     "LACKING",
     "TEMPORARY",
     "Temporary",
-    "free_pack_name",
     "is_abandoned",
     "locked",
     "next_step",
-    "remove_abandoned",
     "supports_direct",
     "sync_folder",
     "temporary",
@@ -45,9 +44,6 @@ TEMPORARY = ".tmp-"
 
 FORBIDDEN = (errno.EROFS, errno.EACCES, errno.EPERM)
 """The kernel's errors for a process that may not write."""
-
-LACKING = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
-"""The kernel's errors for a process, or a machine, that lacks descriptors or memory."""
 
 _LOCK = ".lock"
 _BATCH_BYTES = 16 << 20
@@ -65,12 +61,6 @@ def next_step(error: OSError) -> str:
     if error.errno in FORBIDDEN:
         return "get the right to read it"
     return "see that its disk is well, and try again"
-
-
-def free_pack_name(root: Path, uid: str, rank: int) -> str:
-    """A name for the pack of a state that no file has: if the state was here before, others may still need its earlier pack."""
-    names = (f"{uid}.{rank}{(number and -number) or ''}.safetensors" for number in count())
-    return next(name for name in names if not (root / name).exists())
 
 
 @contextmanager
@@ -101,9 +91,9 @@ def locked(root: Path, *, is_shared: bool, is_needed: bool = True) -> Iterator[N
 def _open_lock(path: Path, *, is_shared: bool) -> int:
     """Open the lock's file, for writing if that is allowed: over NFS an exclusive lock needs it."""
     try:
-        return open_lockable(path, os.O_RDWR)
+        return open_lockable(path, os.O_RDWR, may_have_links=True)
     except FileNotFoundError:
-        fd = open_lockable(path, os.O_RDWR | os.O_CREAT)
+        fd = open_lockable(path, os.O_RDWR | os.O_CREAT, may_have_links=True)
         may_read(path.parent, fd)
         share(path.parent, fd)
         return fd
@@ -150,33 +140,22 @@ def temporary(final: Path) -> Iterator[Temporary]:
         close_lockable(fd)
 
 
-def is_abandoned(path: Path) -> bool:
-    """Whether no process writes this temporary file any more; False if it cannot be opened."""
+def is_abandoned(path: Path, *, removes: bool = False) -> bool:
+    """Whether no process writes this temporary file any more; False if it cannot be opened.
+
+    With ``removes`` the file is deleted then, and the result is whether that was done.
+    """
     try:
         fd = open_lockable(path)
     except OSError:
         return False
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:  # held; or over NFS, where another user's file cannot be locked
-        return False
-    finally:
-        close_lockable(fd)
-    return True
-
-
-def remove_abandoned(path: Path) -> bool:
-    """Delete a temporary file, unless a process writes it or takes it over meanwhile; returns whether it was deleted."""
-    try:
-        fd = open_lockable(path)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if not _is_at(fd, path):
+        if removes and not is_at(fd, path):
             return False
-        path.unlink()
-    except OSError:  # held; or another user's
+        if removes:
+            path.unlink()
+    except OSError:  # held, or another user's; over NFS, another user's file cannot be locked
         return False
     finally:
         close_lockable(fd)
@@ -217,19 +196,20 @@ def write_file(fd: int, path: Path, data: bytes) -> None:
 
 
 def write_chunks(
-    fd: int, path: Path, header: bytes, chunks: Iterable[memoryview], size: int, *, is_direct: bool, pace: Pace | None = None
+    fd: int, path: Path, layout: PackLayout, chunks: Iterable[memoryview], *, is_direct: bool, pace: Pace | None = None
 ) -> None:
-    """Fill an empty file with a header and chunks, each from the start of a page and followed by zeros, and make it durable.
+    """Fill an empty file with a header and chunks, each followed by zeros as the layout says, and make it durable.
 
     The room is allocated first, so that a full disk shows before anything is written, and the file lies in one stretch. Direct
     writes take memory that starts at a page as it is; everything else goes through a buffer. Writes that are not direct are synced every
     64 MiB, so that the page cache never holds more dirty bytes of the file; with more, the kernel would make every writer of the machine
     wait. With a ``pace`` the writes keep to that rate, and are synced each second.
     """
-    _allocate(fd, path, size)
+    _allocate(fd, path, layout.size)
+    is_direct = is_direct and layout.has_pages
     if is_direct:
         fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | _O_DIRECT)
-    views = _pages(header, chunks) if is_direct else _plain(header, chunks)
+    views = _pages(layout.header, chunks) if is_direct else _plain(layout.header, chunks)
     most = _BATCH_BYTES if pace is None else min(_BATCH_BYTES, pace.piece_bytes)
     dirty = _DIRTY_BYTES if pace is None else min(_DIRTY_BYTES, pace.bytes_per_s)
     offset = synced = 0
@@ -241,29 +221,24 @@ def write_chunks(
             at("sync", path, offset - synced)
             os.fdatasync(fd)
             synced = offset
+    if offset > layout.size:  # the last page was written whole
+        os.ftruncate(fd, layout.size)
     _sync(fd, path)
 
 
 def _create_locked(path: Path) -> int:
     while True:
         at("open", path)
-        fd = open_lockable(path, os.O_RDWR | os.O_CREAT)
+        fd = open_lockable(path, os.O_RDWR | os.O_CREAT, may_have_links=True)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX)
-            if _is_at(fd, path):
+            if is_ours(fd, path):
                 os.ftruncate(fd, 0)
                 return fd
         except BaseException:
             close_lockable(fd)
             raise
         close_lockable(fd)
-
-
-def _is_at(fd: int, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(fd), os.stat(path))
-    except FileNotFoundError:
-        return False
 
 
 def _allocate(fd: int, path: Path, size: int) -> None:
@@ -291,9 +266,13 @@ def _plain(header: bytes, chunks: Iterable[memoryview]) -> Iterator[memoryview]:
 
 
 def _pages(header: bytes, chunks: Iterable[memoryview]) -> Iterator[memoryview]:
-    """The header and the chunks in whole pages of memory."""
+    """The header and the chunks in whole pages of memory; small chunks, which come last, share pages."""
     yield _copied(header)
+    small = list[bytes]()
     for chunk in chunks:
+        if chunk.nbytes < LARGE_BYTES:
+            small.append(bytes(chunk).ljust(padded(chunk.nbytes), b"\0"))
+            continue
         if _address(chunk) % PAGE:
             yield _copied(chunk)
             continue
@@ -302,10 +281,12 @@ def _pages(header: bytes, chunks: Iterable[memoryview]) -> Iterator[memoryview]:
             yield chunk[:whole]
         if whole < chunk.nbytes:
             yield _copied(chunk[whole:])
+    if small:
+        yield _copied(b"".join(small))
 
 
 def _copied(data: bytes | memoryview) -> memoryview:
-    pages = mmap.mmap(-1, padded(len(data)))
+    pages = mmap.mmap(-1, -(-len(data) // PAGE) * PAGE)
     pages[: len(data)] = data
     return memoryview(pages)
 

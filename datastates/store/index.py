@@ -1,7 +1,10 @@
 """Hints at where the chunks of a folder are, by digest: a file that all processes of the folder read and extend.
 
     <folder>/.chunks    2**n pages of 64 entries of 64 bytes; the first n bits of a digest say which page, the newest entry comes first
-    an entry            digest, length, offset, and the name of the pack without its suffix; zeros where there is none
+    an entry            digest, length, offset (6 bytes), check sum (2), name of the pack without its suffix; zeros where there is none
+
+An entry of length 0 says where the manifest of a state is: its digest is that of the state's uid and rank, its pack is the name of the
+manifest file without the suffix, and its offset is that of the frame.
 
 Nothing relies on the index. Code that uses a hint compares the bytes to which it leads (``borrowing``). So a file that is stale, torn,
 copied, forged or gone costs only what could have been shared. It is never fsynced, and no memory is held between two puts.
@@ -17,22 +20,26 @@ import fcntl
 import logging
 import os
 import struct
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+import zlib
+from collections.abc import Container, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from heapq import nlargest
 from pathlib import Path
 
-from datastates.content.digest import decode
+from datastates.content.digest import chunk_digest, decode_sound
+from datastates.content.envelope import MAX_MANIFEST, frames
+from datastates.content.manifest import Manifest
 from datastates.errors import DatastatesError
 from datastates.system.locks import close_lockable, open_lockable
 from datastates.system.regular import open_regular, read_regular, write_at
 
 from .files import temporary
-from .naming import MAX_MANIFEST, uid_of
+from .naming import uid_of
 from .pack import PAGE
 
-__all__ = ["SHARED_BYTES", "ChunkIndex", "Hint"]
+__all__ = ["SHARED_BYTES", "ChunkIndex", "Hint", "chunk_hints", "state_hints", "state_key"]
 
 _logger = logging.getLogger(__name__)
 
@@ -42,7 +49,7 @@ SHARED_BYTES = 64 << 10
 _NAME = ".chunks"
 _SUFFIX = ".safetensors"
 _ENTRY = struct.Struct("<16sIQ36s")
-_STEM_BYTES, _STEM_AT = 36, 28
+_STEM_BYTES, _STEM_AT, _OFFSET = 36, 28, (1 << 48) - 1
 _LEAST_BITS, _MOST_BITS = 4, 17  # 64 KiB, and 512 MiB: more than four million chunks
 _SAMPLED_PAGES = 16
 _BEGIN_WITH = 256
@@ -66,27 +73,31 @@ class ChunkIndex:
     def __init__(self, root: Path) -> None:
         self._root, self._path = root, root / _NAME
 
-    def find(self, keys: Iterable[_Key]) -> list[Hint]:
-        """Every hint about these chunks; several hints about one chunk are to be tried in their order."""
+    def find(self, keys: Iterable[_Key]) -> dict[_Key, list[Hint]]:
+        """The hints about those of these chunks and states that have any, to be tried in their order."""
+        found: dict[_Key, list[Hint]] = {}
         try:
             fd, bits = self._open()
             try:
-                found: list[Hint] = []
                 for key in keys:
                     page = os.pread(fd, PAGE, _page_of(key[0], bits))
-                    if key[0] in page:
-                        found += _hints(page, key)
-                return found
+                    if key[0] in page and (hints := list(_hints(page, key))):
+                        found[key] = hints
             finally:
                 os.close(fd)
         except OSError as exc:
             _logger.info("chunks of other states are not looked for: %s cannot be read (%s)", self._path, exc)
-            return []
+        return found
 
     def add(self, hints: Iterable[Hint]) -> None:
         """Add hints at chunks that lie in packs which a manifest needs."""
         left = [entry for hint in hints if (entry := _entry(hint)) is not None]
         try:
+            with suppress(FileNotFoundError):
+                if self._path.stat().st_nlink > 1:  # a snapshot made by ``cp -al`` has this file too, and keeps it as it is
+                    self._path.unlink()
+            if left and _bits_at(self._path) is None:
+                self._make()
             while left:
                 with self._locked() as (fd, bits):
                     left = _insert(fd, bits, left)
@@ -94,6 +105,19 @@ class ChunkIndex:
                         self._grow(fd, bits)
         except OSError as exc:
             _logger.info("the chunks of a state are not shared: %s cannot be written (%s)", self._path, exc)
+
+    def damaged(self) -> int:
+        """The number of entries that are not as they were written; a wrong size of the file counts as one.
+
+        :raises OSError: the file cannot be read.
+        """
+        count = 0
+        with suppress(FileNotFoundError), os.fdopen(open_regular(self._path), "rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH)
+            pages = filter(any, iter(partial(file.read, PAGE), b""))
+            count = sum(not _is_sound(page[at : at + _ENTRY.size]) for page in pages for at in range(0, len(page), _ENTRY.size))
+            count += _bits(os.fstat(file.fileno()).st_size) is None
+        return count
 
     def _open(self) -> tuple[int, int]:
         """The file, open for reading, and how many bits of a digest choose a page."""
@@ -132,12 +156,34 @@ class ChunkIndex:
 
     def _grow(self, fd: int, bits: int) -> None:
         """Replace this file by one with twice the pages."""
-        here = {_stem(name) for name in os.listdir(self._root) if name.endswith(_SUFFIX)}
+        here = {_stem(name.removesuffix(".manifest")) for name in os.listdir(self._root) if name.endswith((_SUFFIX, ".manifest"))}
         with temporary(self._path) as file:
             os.ftruncate(file.fd, PAGE << bits + 1)
             for number in range(1 << bits):
                 write_at(file.fd, _split(os.pread(fd, PAGE, number * PAGE), bits, here), 2 * number * PAGE)
             file.commit()
+
+
+def state_key(uid: str, rank: int) -> _Key:
+    """The key of the entry that says where the manifest of a state is."""
+    return chunk_digest(f"{uid}.{rank}".encode()), 0
+
+
+def state_hints(stem: str, owners: Iterable[tuple[str, int] | None], frames: Iterable[bytes]) -> Iterator[Hint]:
+    """The entries of the manifests of states and ranks in the frames of one file; None: it is damaged."""
+    offset = 0
+    for owner, frame in zip(owners, frames, strict=True):
+        if owner is not None:
+            yield Hint(state_key(*owner), f"{stem}{_SUFFIX}", offset)
+        offset += len(frame)
+
+
+def chunk_hints(manifest: Manifest, packs: Container[str] | None = None) -> Iterator[Hint]:
+    """The entries of a state's chunks that other states may share, if they are in one of ``packs``."""
+    for chunk, ref in zip(manifest.content.chunks, manifest.refs, strict=False):
+        name = manifest.packs[ref.pack].name
+        if chunk.length >= SHARED_BYTES and (packs is None or name in packs):
+            yield Hint((chunk.digest, chunk.length), name, ref.offset)
 
 
 def _insert(fd: int, bits: int, entries: list[bytes]) -> list[bytes]:
@@ -180,14 +226,24 @@ def _hints(page: bytes, key: _Key) -> Iterator[Hint]:
             _, _, offset, stem = _ENTRY.unpack_from(page, at)
             pack = stem.rstrip(b"\0").decode("ascii", "replace") + _SUFFIX
             if uid_of(pack, "safetensors") is not None:
-                yield Hint(key, pack, offset)
+                yield Hint(key, pack, offset & _OFFSET)
         at = page.find(wanted, at + 1)
 
 
 def _entry(hint: Hint) -> bytes | None:
     """The entry of a hint; None for a pack whose name is too long, as ours never is."""
     stem = _stem(hint.pack)
-    return None if len(stem) > _STEM_BYTES else _ENTRY.pack(*hint.key, hint.offset, stem)
+    return None if len(stem) > _STEM_BYTES else _sealed(_ENTRY.pack(*hint.key, hint.offset, stem))
+
+
+def _sealed(entry: bytes) -> bytes:
+    """The entry with its check sum, in the part of the offset that no file is large enough to need."""
+    return entry[:26] + (zlib.crc32(entry[:26] + entry[28:]) & 0xFFFF | 1).to_bytes(2, "little") + entry[28:]
+
+
+def _is_sound(entry: bytes) -> bool:
+    """Whether an entry is as it was written."""
+    return not any(entry) or entry == _sealed(entry)
 
 
 def _stem(pack: str) -> bytes:
@@ -212,10 +268,12 @@ def _newest(root: Path) -> Iterator[Hint]:
     with os.scandir(root) as entries:
         found = [(entry.stat().st_mtime_ns, entry.path) for entry in entries if uid_of(entry.name, "manifest") is not None]
     for _, path in nlargest(_BEGIN_WITH, found):
-        try:
-            manifest = decode(read_regular(path, most=MAX_MANIFEST), source=path)
-        except (DatastatesError, OSError):
-            continue
-        for chunk, ref in zip(manifest.content.chunks, manifest.refs, strict=False):
-            if chunk.length >= SHARED_BYTES:
-                yield Hint((chunk.digest, chunk.length), manifest.packs[ref.pack].name, ref.offset)
+        first = memoryview(b"")
+        with suppress(OSError):
+            for offset, frame in frames(read_regular(path, most=MAX_MANIFEST)):
+                first = first or frame
+                with suppress(DatastatesError):
+                    manifest = decode_sound(frame, source=path, first=first).manifest
+                    stem = os.path.basename(path).removesuffix(".manifest")
+                    yield Hint(state_key(manifest.origin.uid, manifest.origin.rank), f"{stem}{_SUFFIX}", offset)
+                    yield from chunk_hints(manifest)

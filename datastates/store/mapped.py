@@ -86,7 +86,7 @@ class MappedReader(Reader):
         if not touched:
             return memoryview(b"")
         first, *rest = (self.manifest.refs[index] for index in touched)
-        if any(ref != ChunkRef(first.pack, first.offset + number * CHUNK_BYTES) for number, ref in enumerate(rest, 1)):
+        if any((ref.pack, ref.offset) != (first.pack, first.offset + number * CHUNK_BYTES) for number, ref in enumerate(rest, 1)):
             return None
         for index in touched:
             self._check(index)

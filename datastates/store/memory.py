@@ -28,7 +28,7 @@ from datastates.system.interrupts import Mutex, checkpoint, undisturbed
 from .arena import Arena
 from .comparing import are_equal
 from .pouring import Piece, copy, on_threads
-from .roles import OURS, CaptureTier, Held
+from .roles import OURS, STATE_BYTES, CaptureTier, Held
 from .tier import Payload, Placed, Reader
 
 if TYPE_CHECKING:
@@ -42,8 +42,8 @@ _Key = tuple[bytes, int]
 _K = TypeVar("_K")
 _V = TypeVar("_V")
 
-_STATE_BYTES, _CHUNK_ENTRY_BYTES = 4096, 256
-"""The bytes that a state and each of its chunks take as Python objects here, in the engine and in records for the lineage (measured)."""
+_ENTRY_BYTES = 256
+"""The bytes that each chunk, metric and attribute takes as Python objects, here and in records for the lineage (measured)."""
 
 
 @dataclass(slots=True)
@@ -158,7 +158,7 @@ class MemoryTier(CaptureTier):
         held, filled = self.hold(keys), dict[_Key, int]()  # held while the rest is copied without the lock
         try:
             views = {key: view for key, view in zip(keys, payload.chunks, strict=True) if key not in held}
-            filled.update(zip(views, self._acquire(manifest, len(views)), strict=True))
+            filled.update(zip(views, self._acquire(manifest, [length for _, length in views]), strict=True))
             for key, slot in filled.items():
                 np.copyto(np.frombuffer(self._arena.memory(slot, key[1]), np.uint8), np.frombuffer(views[key], np.uint8))
             return self.settle(manifest, held, filled)
@@ -210,12 +210,12 @@ class MemoryTier(CaptureTier):
             state = self._states.pop(uid, None)
             return 0 if state is None else self._drop(state)
 
-    def slots_of(self, uids: Iterable[str]) -> int:
-        """See ``CaptureTier.slots_of``."""
+    def bytes_of(self, uids: Iterable[str]) -> int:
+        """See ``CaptureTier.bytes_of``."""
         with self._lock:
-            return len({chunk for uid in uids if (state := self._states.get(uid)) is not None for chunk in state.chunks})
+            return _bytes_of({chunk for uid in uids if (state := self._states.get(uid)) is not None for chunk in state.chunks})
 
-    def recall(self, count: int) -> bool:
+    def recall(self, size: int) -> bool:
         """See ``CaptureTier.recall``."""
         told: list[Callable[[], None]] = []
         with self._lock:
@@ -225,7 +225,7 @@ class MemoryTier(CaptureTier):
                     continue
                 told += state.yielding.values()
                 uses.update(state.chunks)
-                if sum(chunk.uses == number for chunk, number in uses.items()) >= count:
+                if _bytes_of(chunk for chunk, number in uses.items() if chunk.uses == number) >= size:
                     break
         for tell in told:
             tell()
@@ -287,12 +287,12 @@ class MemoryTier(CaptureTier):
         state = self._states.get(manifest.origin.uid)
         return None if state is None else Placed(state.manifest, 0)
 
-    def _acquire(self, manifest: Manifest, count: int) -> list[int]:
-        slots = self._arena.acquire(count)
+    def _acquire(self, manifest: Manifest, lengths: Sequence[int]) -> list[int]:
+        slots = self._arena.acquire(lengths)
         if slots is None:
             raise OverBudget(
-                f"state {manifest.origin.uid} needs {count * CHUNK_BYTES} bytes of memory, {self._arena.available * CHUNK_BYTES} are "
-                "available: remove states, or give the repository more memory_bytes"
+                f"state {manifest.origin.uid} needs {sum(lengths)} bytes of memory, {self._arena.available} are available: remove states, "
+                "or give the repository more memory_bytes"
             )
         return slots
 
@@ -370,9 +370,9 @@ class MemoryTier(CaptureTier):
         """Register a state; ``slots`` were brought for it, and it keeps those with its chunks."""
         kept = {chunk.slot: chunk.key[1] for chunk in chunks}
         bytes_new = sum(kept[slot] for slot in kept.keys() & slots)
-        manifest = msgspec.structs.replace(manifest, packs=(), refs=())
+        manifest = msgspec.structs.replace(manifest, packs=(), refs=(), bytes_new=0)
         weight = _weight(manifest) + sum(_weight(part) + sum(map(_length, _shared_parts(part))) for part in parts)
-        own = tuple(msgspec.structs.replace(part, packs=(), refs=()) for part in parts)
+        own = tuple(msgspec.structs.replace(part, packs=(), refs=(), bytes_new=0) for part in parts)
         self._states[manifest.origin.uid] = _State(manifest, chunks, weight, own)
         self._beside += weight
         for part in _shared_parts(manifest):
@@ -417,7 +417,7 @@ class MemoryTier(CaptureTier):
         """Count the uses down, and give back the slots of chunks that nothing uses any more; returns the bytes freed."""
         unused = self._unused(chunks)
         self._arena.release(chunk.slot for chunk in unused)
-        return sum(chunk.key[1] for chunk in unused)
+        return _bytes_of(unused)
 
     def _unused(self, chunks: Iterable[Held]) -> list[Held]:
         """Count the uses down; returns the chunks that nothing uses any more, which are forgotten."""
@@ -468,7 +468,7 @@ class _MemoryReader(Reader):
         slots = self._slots[touched.start : touched.stop]
         if not slots:
             return memoryview(b"")
-        if slots != list(range(slots[0], slots[0] + len(slots))) or not self._arena.is_joint(slots[0], slots[-1]):
+        if slots != [slots[0] + number * CHUNK_BYTES for number in range(len(slots))] or not self._arena.is_joint(slots[0], slots[-1]):
             return None
         for index in touched:
             self.chunk(index)
@@ -489,7 +489,7 @@ class _MemoryReader(Reader):
         """See ``Reader``: its slot, once the arena is registered with a device."""
         if not self._arena.is_pinned:
             return None
-        return self._arena.tensor(self._slots[index])[: self.chunk(index).nbytes]
+        return self._arena.tensor(self._slots[index], self.chunk(index).nbytes)
 
     def _look_at(self, index: int) -> None:
         self.chunk(index)
@@ -511,6 +511,10 @@ class _MemoryReader(Reader):
     def _check_open(self) -> None:
         if self._is_closed:
             raise Closed(f"the reader of state {self.manifest.origin.uid} is closed: open the state again")
+
+
+def _bytes_of(chunks: Iterable[Held]) -> int:
+    return sum(chunk.key[1] for chunk in chunks)
 
 
 def _ranks(state: _State) -> Sequence[int]:
@@ -535,7 +539,7 @@ def _weight(manifest: Manifest) -> int:
     origin, content = manifest.origin, manifest.content
     said = len(origin.message or "") + sum(len(value) for value in origin.attributes.values() if isinstance(value, str))
     entries = len(origin.metrics) + len(origin.attributes) + len(content.chunks)
-    return _STATE_BYTES + said + entries * _CHUNK_ENTRY_BYTES + _length(content.values)
+    return STATE_BYTES + said + entries * _ENTRY_BYTES + _length(content.values)
 
 
 def _shared_parts(manifest: Manifest) -> tuple[msgspec.Raw, msgspec.Raw]:

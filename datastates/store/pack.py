@@ -1,14 +1,17 @@
-"""The pack: one file with the tensor bytes that one state adds on one rank; any reader of safetensors opens it.
+"""The pack: one file with the tensor bytes that states add on one rank; any reader of safetensors opens it.
 
     8 bytes   length of the JSON, little-endian
-    …         JSON: name -> dtype, shape, data_offsets; padded with spaces, so that the data starts at a page
-    …         data: the chunks that this state adds, in the order of its stream, each from the start of a page
+    …         JSON: name -> dtype, shape, data_offsets; padded with spaces
+    …         data: the new chunks of at least 64 KiB, each from the start of a page; then the others, each at a multiple of 16 bytes
 
 A tensor whose bytes are contiguous here is an entry under its path. Pieces of other tensors are ``path@start:end`` (bytes of the
 tensor), and zeros that fill a page are ``__padding__.N``, since the format allows no holes. Readers of the format know only row-major
 tensors. So a tensor with another layout has the shape of its memory order, and one of a dtype that they do not know is an entry of bytes;
 ``layouts`` in the metadata says (as JSON) what such tensors are. If a tensor has several shards, each is an entry ``path#N``, and
 ``layouts`` says where in the whole it belongs.
+
+In a pack of several states, ``<uid>.<rank>/`` comes before each path, and a chunk of less than 64 KiB is one entry of bytes,
+``<uid>.<rank>/chunk.N``: an entry for each of its tensors would take more room than they do.
 """
 
 from __future__ import annotations
@@ -23,16 +26,19 @@ from typing import Any
 import msgspec
 
 from datastates.content.check import tensors_of
-from datastates.content.manifest import CHUNK_BYTES, Content, Manifest, Shard, TensorSpec
+from datastates.content.manifest import CHUNK_BYTES, LARGE_BYTES, Content, Manifest, Shard, TensorSpec
 from datastates.system.regular import open_regular
 
-__all__ = ["MAX_HEADER", "PAGE", "PackLayout", "Place", "lay_out", "padded", "payload_bytes", "places_of"]
+__all__ = ["MAX_HEADER", "PAGE", "PackLayout", "Place", "alignment", "lay_out", "padded", "payload_bytes", "places_of"]
 
 PAGE = 4096
-"""The alignment of chunks in a pack, which direct I/O and memory maps require."""
+"""The alignment of large chunks in a pack, which direct I/O and memory maps require."""
+
+_UNIT = 16
+"""The alignment of other chunks: the largest size of an item."""
 
 _FORMAT = "datastates-pack"
-_VERSION = "1"
+_VERSION = "2"
 
 _DTYPES = {
     "bool": "BOOL",
@@ -66,11 +72,15 @@ class _Header(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class PackLayout:
-    """The layout of a new pack: its header, the byte offset of each new chunk in the file, and its whole size."""
+    """The layout of a new pack: its header, the byte offset of each new chunk in the file, and its whole size.
+
+    ``has_pages``: it has large chunks, and they begin at pages.
+    """
 
     header: bytes
     offsets: tuple[int, ...]
     size: int
+    has_pages: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,33 +94,48 @@ class Place:
     shard: Shard
 
 
+def alignment(length: int) -> int:
+    """The alignment of a chunk of ``length`` bytes in a pack."""
+    return PAGE if length >= LARGE_BYTES else _UNIT
+
+
 def padded(length: int) -> int:
-    """``length`` rounded up to whole pages."""
-    return -(-length // PAGE) * PAGE
+    """The bytes that a chunk of ``length`` bytes takes in a pack, with the zeros behind it."""
+    return -(-length // (unit := alignment(length))) * unit
 
 
-def lay_out(manifest: Manifest, new: Sequence[int]) -> PackLayout:
-    """The layout of the pack of a state that adds the chunks ``new``: rising indices into its stream, at least one."""
-    body, layouts, data_bytes = _body(manifest.content, tuple(new))
-    lengths = [manifest.content.chunks[index].length for index in new]
+def lay_out(manifests: Sequence[Manifest], new: Sequence[tuple[int, int]]) -> PackLayout:
+    """The layout of the pack of states that add the chunks ``new``, at least one: index into ``manifests``, and into that state's stream.
+
+    They are in the order of the pack: large ones first, and rising within a state.
+    """
+    lengths = [manifests[state].content.chunks[chunk].length for state, chunk in new]
+    origin = manifests[0].origin
     metadata = {
         "format": _FORMAT,
         "version": _VERSION,
-        "state": manifest.origin.uid,
-        "digest": manifest.digest,
+        "state": origin.uid,
+        "digest": manifests[0].digest,
         "payload_bytes": str(sum(lengths)),
+        "states": str(len(manifests)),
     }
+    if len(manifests) == 1:
+        entries, layouts, _ = _entries(bytes(manifests[0].content.tensors), tuple(chunk for _, chunk in new), tuple(lengths))
+        body = _rendered(entries)
+    else:
+        body, layouts = _of_several(manifests, new, lengths)
     if layouts:
-        metadata["layouts"] = layouts
+        metadata["layouts"] = msgspec.json.encode(layouts).decode()
     text = b'{"__metadata__":' + msgspec.json.encode(metadata) + b"," + body + b"}"
-    header_length = padded(8 + len(text))
+    has_pages = max(lengths) >= LARGE_BYTES
+    unit = PAGE if has_pages else _UNIT
+    header_length = -(-(8 + len(text)) // unit) * unit
     header = (header_length - 8).to_bytes(8, "little") + text.ljust(header_length - 8)
     offsets, offset = [], header_length
     for length in lengths:
         offsets.append(offset)
         offset += padded(length)
-    assert offset == header_length + data_bytes
-    return PackLayout(header, tuple(offsets), offset)
+    return PackLayout(header, tuple(offsets), offset, has_pages)
 
 
 def payload_bytes(path: Path) -> int:
@@ -139,14 +164,44 @@ def places_of(tensors: bytes) -> tuple[Place, ...]:
     return tuple(sorted(places, key=lambda place: place.start))
 
 
-def _body(content: Content, new: tuple[int, ...]) -> tuple[bytes, str, int]:
-    lengths = tuple(content.chunks[index].length for index in new)
-    return _entries(bytes(content.tensors), new, lengths)
+_Entry = tuple[str, str, int, int]
+"""A name and the beginning of an entry, as JSON, and where its bytes begin and end."""
+
+
+def _rendered(entries: Sequence[_Entry], prefix: str = "", shift: int = 0) -> bytes:
+    return ",".join(
+        f'"{prefix}{name}":{said},"data_offsets":[{start + shift},{end + shift}]}}' for name, said, start, end in entries
+    ).encode()
+
+
+def _of_several(manifests: Sequence[Manifest], new: Sequence[tuple[int, int]], lengths: Sequence[int]) -> tuple[bytes, dict[str, Any]]:
+    """The entries and the layouts of a pack of several states."""
+    large: dict[int, list[int]] = {}
+    for (state, chunk), length in zip(new, lengths, strict=True):
+        if length >= LARGE_BYTES:
+            large.setdefault(state, []).append(chunk)
+    found, layouts, end = list[bytes](), dict[str, Any](), 0
+    for state, chunks in large.items():
+        content, prefix = manifests[state].content, _prefix(manifests[state])
+        entries, strange, size = _entries(bytes(content.tensors), tuple(chunks), tuple(content.chunks[chunk].length for chunk in chunks))
+        found.append(_rendered(entries, prefix, end))
+        layouts |= {f"{prefix}{name}": layout for name, layout in strange.items()}
+        end += size
+    for (state, chunk), length in zip(new, lengths, strict=True):
+        if length < LARGE_BYTES:
+            entry = (f"chunk.{chunk}", f'{{"dtype":"U8","shape":[{padded(length)}]', end, end + padded(length))
+            found.append(_rendered([entry], _prefix(manifests[state])))
+            end += padded(length)
+    return b",".join(found), layouts
+
+
+def _prefix(manifest: Manifest) -> str:
+    return f"{manifest.origin.uid}.{manifest.origin.rank}/"
 
 
 @lru_cache(maxsize=16)
-def _entries(tensors: bytes, new: tuple[int, ...], lengths: tuple[int, ...]) -> tuple[bytes, str, int]:
-    """The header's entries as JSON without its braces, the layouts, and the number of data bytes. These are the same at most captures."""
+def _entries(tensors: bytes, new: tuple[int, ...], lengths: tuple[int, ...]) -> tuple[list[_Entry], dict[str, Any], int]:
+    """The entries of the chunks of one state, the layouts, and the number of data bytes. These are the same at most captures."""
     table = _Table()
     places = places_of(tensors)
     position = 0
@@ -163,9 +218,18 @@ def _entries(tensors: bytes, new: tuple[int, ...], lengths: tuple[int, ...]) -> 
                 table.add(place, begin, stop)
                 done = stop
         table.fill(end - done)
-        table.fill(padded(end - start) - (end - start))
-    layouts = msgspec.json.encode(table.layouts).decode() if table.layouts else ""
-    return msgspec.json.encode(table.entries)[1:-1], layouts, table.end
+        last = (end - 1) % CHUNK_BYTES + 1
+        table.fill(padded(last) - last)
+    entries = [
+        (
+            msgspec.json.encode(name)[1:-1].decode(),
+            msgspec.json.encode({"dtype": dtype, "shape": shape}).decode()[:-1],
+            start,
+            stop,
+        )
+        for name, (dtype, shape, start, stop) in table.entries.items()
+    ]
+    return entries, table.layouts, table.end
 
 
 def _runs(new: tuple[int, ...], lengths: tuple[int, ...]) -> Iterator[tuple[int, int]]:
@@ -186,7 +250,7 @@ class _Table:
     """Entries in the order of their bytes, without holes."""
 
     def __init__(self) -> None:
-        self.entries: dict[str, dict[str, Any]] = {}
+        self.entries: dict[str, tuple[str, tuple[int, ...], int, int]] = {}
         self.layouts: dict[str, dict[str, Any]] = {}
         self.end = 0
         self._paddings = 0
@@ -214,7 +278,7 @@ class _Table:
     def _enter(self, name: str, dtype: str, shape: tuple[int, ...], length: int) -> str:
         while name in self.entries or name == "__metadata__":
             name += "'"
-        self.entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": (self.end, self.end + length)}
+        self.entries[name] = dtype, shape, self.end, self.end + length
         self.end += length
         return name
 

@@ -1,22 +1,25 @@
-"""Decides, before any file is touched, which chunks a put writes and to which it refers."""
+"""Decides, before any file is touched, which chunks a put of one or several states writes, and to which it refers."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
 
-from datastates.content.digest import chunk_digest, decode, encode
-from datastates.content.manifest import ChunkRef, Manifest, PackInfo
+from datastates.content.digest import chunk_digest, decode_sound, encode_all
+from datastates.content.manifest import LARGE_BYTES, ChunkRef, Manifest, PackInfo
 from datastates.errors import Corrupt, Unsupported
 
-from .naming import MAX_MANIFEST, uid_of
+from .naming import MAX_MANIFEST
 from .pack import PackLayout, lay_out
 
-__all__ = ["Places", "PutPlan", "own_bytes", "places_of", "plan_put", "readable"]
+__all__ = ["Places", "PutPlan", "places_of", "plan_put", "readable"]
 
-Places = Mapping[tuple[bytes, int], tuple[PackInfo, int]]
+_Key = tuple[bytes, int]
+"""A chunk's digest and length."""
+
+Places = Mapping[_Key, tuple[PackInfo, int]]
 """The pack and the offset of each chunk, by its digest and length."""
 
 
@@ -24,46 +27,62 @@ Places = Mapping[tuple[bytes, int], tuple[PackInfo, int]]
 class PutPlan:
     """A put of the chunks ``new`` into the pack ``name``; ``layout`` is None if nothing is new, so that there is no pack.
 
-    ``manifest`` is the one to write, with the place of every chunk; ``borrowed`` are the older packs to which it refers.
+    ``new`` are in the order of the pack: the index of the state, and of the chunk in it. ``manifests`` are those to write, with the place
+    of every chunk; ``borrowed`` are the older packs to which they refer.
     """
 
-    manifest: Manifest
+    manifests: tuple[Manifest, ...]
     name: str
-    new: tuple[int, ...]
+    new: tuple[tuple[int, int], ...]
     layout: PackLayout | None
     borrowed: tuple[PackInfo, ...]
-    bytes_new: int
 
 
-def plan_put(manifest: Manifest, places: Places, name: str) -> PutPlan:
-    """The plan of a put. It refers to chunks that have one of ``places``, and to those that came earlier in this state; others are new."""
-    known = dict(places)
-    chunks = manifest.content.chunks
-    first: dict[tuple[bytes, int], int] = {}
-    for index, chunk in enumerate(chunks):
-        if (chunk.digest, chunk.length) not in known:
-            first.setdefault((chunk.digest, chunk.length), index)
-    new = tuple(first.values())
-    layout = lay_out(manifest, new) if new else None
-    packs: dict[PackInfo, int] = {}
+def plan_put(
+    manifests: Sequence[Manifest],
+    places: Sequence[Places],
+    name: str,
+    are_equal: Callable[[tuple[int, int], tuple[int, int]], bool] = lambda one, other: True,
+) -> PutPlan:
+    """The plan of a put. Each state refers to its chunks that have one of ``places``, and to equal ones that came earlier in this put.
+
+    ``are_equal`` compares the bytes of two chunks of two states whose digests are equal.
+    """
+    first: dict[_Key, list[tuple[int, int]]] = {}
+    twin: dict[tuple[int, int], tuple[int, int]] = {}
+    for state, manifest in enumerate(manifests):
+        for index, chunk in enumerate(manifest.content.chunks):
+            key, mine = (chunk.digest, chunk.length), (state, index)
+            if key in places[state]:
+                continue
+            others = first.setdefault(key, [])
+            twin[mine] = next((each for each in others if each[0] == state or are_equal(each, mine)), mine)
+            if twin[mine] == mine:
+                others.append(mine)
+    new = [mine for mine, other in twin.items() if mine == other]
+    new.sort(key=lambda mine: _length(manifests, mine) < LARGE_BYTES)
+    layout = lay_out(manifests, new) if new else None
+    own: dict[tuple[int, int], tuple[PackInfo, int]] = {}
     if layout is not None:
-        own = PackInfo(name, layout.size, len(layout.header), chunk_digest(layout.header))
-        packs[own] = 0
-        known.update((key, (own, offset)) for key, offset in zip(first, layout.offsets, strict=True))
-    refs = []
-    for chunk in chunks:
-        pack, offset = known[chunk.digest, chunk.length]
-        refs.append(ChunkRef(packs.setdefault(pack, len(packs)), offset))
-    placed = msgspec.structs.replace(manifest, packs=tuple(packs), refs=tuple(refs))
-    borrowed = tuple(packs)[1 if new else 0 :]
-    return PutPlan(placed, name, new, layout, borrowed, sum(chunks[index].length for index in new))
+        info = PackInfo(name, layout.size, len(layout.header), chunk_digest(layout.header))
+        own = {mine: (info, offset) for mine, offset in zip(new, layout.offsets, strict=True)}
+    placed, borrowed = list[Manifest](), dict[PackInfo, None]()
+    for state, manifest in enumerate(manifests):
+        added = sum(_length(manifests, mine) for mine, other in twin.items() if mine == other and mine[0] == state)
+        packs: dict[PackInfo, int] = {own[new[0]][0]: 0} if added else {}
+        refs = []
+        for index, chunk in enumerate(manifest.content.chunks):
+            mine = state, index
+            pack, offset = own[twin[mine]] if mine in twin else places[state][chunk.digest, chunk.length]
+            if mine not in twin:
+                borrowed[pack] = None
+            refs.append(ChunkRef(packs.setdefault(pack, len(packs)), offset, chunk.length))
+        placed.append(msgspec.structs.replace(manifest, packs=tuple(packs), refs=tuple(refs), bytes_new=added))
+    return PutPlan(tuple(placed), name, tuple(new), layout, tuple(borrowed))
 
 
-def own_bytes(placed: Manifest) -> int:
-    """The number of payload bytes in a state's own pack, from the manifest that its put wrote."""
-    own = {index for index, pack in enumerate(placed.packs) if (uid_of(pack.name, "safetensors") or ("", 0))[0] == placed.origin.uid}
-    lengths = {ref: chunk.length for ref, chunk in zip(placed.refs, placed.content.chunks, strict=True) if ref.pack in own}
-    return sum(lengths.values())
+def _length(manifests: Sequence[Manifest], mine: tuple[int, int]) -> int:
+    return manifests[mine[0]].content.chunks[mine[1]].length
 
 
 def places_of(base: Manifest | None) -> Places:
@@ -74,21 +93,23 @@ def places_of(base: Manifest | None) -> Places:
     return {(chunk.digest, chunk.length): (base.packs[ref.pack], ref.offset) for chunk, ref in placed}
 
 
-def readable(manifest: Manifest) -> bytes:
-    """The manifest as bytes, once they were decoded again as a check: a state that cannot be read must not count as durable.
+def readable(manifests: Sequence[Manifest]) -> list[bytes]:
+    """The frames of a file with these manifests, once they were decoded again: a state that cannot be read must not count as durable.
 
-    :raises Unsupported: they could not be read again.
+    :raises Unsupported: one could not be read again.
     """
-    uid = manifest.origin.uid
+    uid = manifests[0].origin.uid
     try:
-        encoded = encode(manifest)
-        if len(encoded) <= MAX_MANIFEST:
-            decode(encoded, source=f"the manifest of state {uid}")
+        encoded = encode_all(manifests)
+        size = sum(map(len, encoded))
+        for manifest, frame in zip(manifests, encoded if size <= MAX_MANIFEST else (), strict=False):
+            uid = manifest.origin.uid
+            decode_sound(frame, source=f"the manifest of state {uid}", first=encoded[0])
     except (Corrupt, TypeError, ValueError, OverflowError) as exc:
         raise Unsupported(f"state {uid} was not written, because it could not be read again: {exc}") from exc
-    if len(encoded) > MAX_MANIFEST:
+    if size > MAX_MANIFEST:
         raise Unsupported(
-            f"state {uid} was not written: what it holds besides tensors and arrays takes {len(encoded)} bytes, and {MAX_MANIFEST} are the "
+            f"state {uid} was not written: what it holds besides tensors and arrays takes {size} bytes, and {MAX_MANIFEST} are the "
             "most that can be read again: keep large values as tensors or arrays"
         )
     return encoded

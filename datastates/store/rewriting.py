@@ -16,24 +16,27 @@ state is dropped meanwhile, what was moved for it goes with it, and the next sta
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from datastates.content.digest import decode
+import msgspec
+
+from datastates.content.digest import decode_sound
+from datastates.content.envelope import frames
 from datastates.content.manifest import Manifest, PackInfo
-from datastates.errors import Corrupt, Unavailable
 from datastates.system.interrupts import checkpoint
 from datastates.system.regular import read_regular
 
 from .borrowing import is_there
-from .files import Temporary, free_pack_name, locked, sync_folder, temporary, write_chunks, write_file
-from .index import SHARED_BYTES, ChunkIndex, Hint
+from .files import Temporary, locked, sync_folder, temporary, write_chunks, write_file
+from .index import ChunkIndex, chunk_hints, state_hints
 from .mapped import MappedReader
-from .naming import MAX_MANIFEST, manifest_name, uid_of
+from .naming import MAX_MANIFEST, free_name
 from .pack import padded
-from .placing import PutPlan, places_of, plan_put, readable
-from .references import References
+from .placing import Places, PutPlan, places_of, plan_put, readable
+from .references import Catalogue, Member
 from .tier import Reader
 
 __all__ = ["Moved", "Place", "Rewriting", "Sparse", "sparse_packs"]
@@ -54,56 +57,42 @@ class Sparse:
     dead_bytes: int
 
 
-def sparse_packs(root: Path, manifests: Mapping[str, frozenset[str]]) -> list[Sparse]:
-    """The packs most of whose bytes no manifest needs. A pack is needed whole as long as the manifest of its own state is here."""
-    users: dict[str, list[str]] = {}
-    for name in sorted(manifests):
-        for pack in manifests[name]:
-            users.setdefault(pack, []).append(name)
-    suspects = {pack: names for pack, names in users.items() if not _has_owner(pack, names)}
-    live: dict[str, dict[int, int]] = {pack: {} for pack in suspects}
+def sparse_packs(manifests: Mapping[str, Sequence[Member]]) -> list[Sparse]:
+    """The packs most of whose bytes none of these manifests needs, given by file."""
+    live: dict[str, dict[int, int]] = {}
+    users: dict[str, dict[str, None]] = {}
     sizes: dict[str, int] = {}
-    unread: set[str] = set()
-    for name in sorted({name for names in suspects.values() for name in names}):
-        checkpoint()
-        try:
-            manifest = _read(root / name)[1]
-        except (Corrupt, Unavailable, OSError):
-            unread |= manifests[name]
-            continue
-        sizes.update((pack.name, pack.size - pack.header_length) for pack in manifest.packs if pack.name in suspects)
-        for ref, chunk in zip(manifest.refs, manifest.content.chunks, strict=True):
-            pack = manifest.packs[ref.pack].name
-            if pack in live:
-                live[pack][ref.offset] = padded(chunk.length)
-    found = []
-    for pack, spots in live.items():
-        needed = sum(spots.values())
-        if pack not in unread and 2 * needed < sizes.get(pack, 0):
-            found.append(Sparse(pack, tuple(suspects[pack]), sizes[pack] - needed))
-    return sorted(found, key=lambda each: -each.dead_bytes)
+    for name, members in manifests.items():
+        for member in members:
+            for pack in member.packs:
+                sizes[pack.name] = pack.size - pack.header_length
+                users.setdefault(pack.name, {})[name] = None
+            for ref in member.refs:
+                live.setdefault(member.packs[ref.pack].name, {})[ref.offset] = padded(ref.length)
+    found = [Sparse(pack, tuple(users[pack]), sizes[pack] - sum(spots.values())) for pack, spots in live.items()]
+    return sorted((each for each in found if 2 * each.dead_bytes > sizes[each.name]), key=lambda each: -each.dead_bytes)
 
 
 @dataclass(frozen=True, slots=True)
 class _Old:
-    """A manifest as it was read, and its bytes."""
+    """A file of manifests as it was read, and its bytes."""
 
     path: Path
     data: bytes
-    manifest: Manifest
+    manifests: tuple[Manifest, ...]
 
 
 class Rewriting:
     """Moves needed chunks out of packs, in one folder."""
 
     def __init__(
-        self, root: Path, references: References, index: ChunkIndex, *, is_direct: Callable[[], bool], on_step: Callable[[str], None]
+        self, root: Path, catalogue: Catalogue, index: ChunkIndex, *, is_direct: Callable[[], bool], on_step: Callable[[str], None]
     ) -> None:
-        self._root, self._references, self._index = root, references, index
+        self._root, self._catalogue, self._index = root, catalogue, index
         self._is_direct, self._on_step = is_direct, on_step
 
-    def rewrite(self, pack: Sparse) -> int:
-        """Move what is needed of a pack, and delete it; returns by how many bytes the folder shrank, 0 if the pack is still needed.
+    def rewrite(self, pack: Sparse) -> int | None:
+        """Move what is needed of a pack, and delete it; returns by how many bytes the folder shrank, None if the pack is still needed.
 
         :raises Corrupt: a chunk of it is damaged; it stays where it is.
         :raises OSError: the disk is full, or fails.
@@ -115,9 +104,9 @@ class Rewriting:
             added += self._move(name, lambda place: place[0] == pack.name, moved, lambda reader, index: reader.chunk(index))
         path = self._root / pack.name
         with locked(self._root, is_shared=False):
-            needed = self._references.needed()
+            needed = self._catalogue.needed()
             if needed is None or pack.name in needed:
-                return 0
+                return None
             freed = path.stat().st_size if path.exists() else added
             path.unlink(missing_ok=True)
             sync_folder(self._root)
@@ -129,32 +118,46 @@ class Rewriting:
 
         ``moved`` then says where they are now, for the states that share them.
         """
-        self._move(manifest_name(uid, rank), bad.__contains__, moved, chunk)
+        found = self._catalogue.find(uid, rank)
+        if found is not None:
+            self._move(found[0], bad.__contains__, moved, chunk, only=(uid, rank))
 
-    def _move(self, name: str, is_left: Callable[[Place], bool], moved: Moved, chunk: Callable[[Reader, int], memoryview]) -> int:
-        """Make one state independent of places that must be left; returns the size of the pack that was written for it."""
+    def _move(
+        self,
+        name: str,
+        is_left: Callable[[Place], bool],
+        moved: Moved,
+        chunk: Callable[[Reader, int], memoryview],
+        only: tuple[str, int] | None = None,
+    ) -> int:
+        """Make the states of a file, or ``only`` one of them, independent of places that must be left; returns the size of the pack that
+        was written for them."""
         path = self._root / name
         with temporary(path) as file:  # no other process writes this manifest meanwhile
             try:
-                data, manifest = _read(path)
+                old = _read(path)
             except FileNotFoundError:
                 return 0  # dropped
-            while (plan := self._planned(manifest, is_left, moved)) is not None:
-                added = self._carry_out(plan, _Old(path, data, manifest), file, moved, chunk)
+            while (plan := self._planned(old.manifests, is_left, moved, only)) is not None:
+                added = self._carry_out(plan, old, file, moved, chunk)
                 if added is not None:
                     return added
         return 0
 
     def _carry_out(self, plan: PutPlan, old: _Old, file: Temporary, moved: Moved, chunk: Callable[[Reader, int], memoryview]) -> int | None:
         """The size of the pack that was written; None if the plan relies on packs that are gone meanwhile, which ``moved`` then forgets."""
-        encoded = readable(plan.manifest)
-        with MappedReader(self._root, old.manifest, verify=True) as reader, temporary(self._root / plan.name) as new:
+        encoded = readable(plan.manifests)
+        with ExitStack() as stack:
+            new = stack.enter_context(temporary(self._root / plan.name))
             if plan.layout is not None:
-                chunks = (chunk(reader, index) for index in plan.new)
-                write_chunks(new.fd, new.path, plan.layout.header, chunks, plan.layout.size, is_direct=self._is_direct())
+                opened = {state: MappedReader(self._root, old.manifests[state], verify=True) for state in {state for state, _ in plan.new}}
+                for reader in opened.values():
+                    stack.callback(reader.close)
+                chunks = (chunk(opened[state], index) for state, index in plan.new)
+                write_chunks(new.fd, new.path, plan.layout, chunks, is_direct=self._is_direct())
                 self._on_step("pack-moved")
             os.ftruncate(file.fd, 0)  # drop what an earlier attempt has written
-            write_file(file.fd, file.path, encoded)
+            write_file(file.fd, file.path, b"".join(encoded))
             with locked(self._root, is_shared=False):
                 if _bytes_of(old.path) != old.data:
                     return 0  # dropped, or replaced by another
@@ -168,7 +171,10 @@ class Rewriting:
                     self._on_step("pack-renamed")
                 file.commit()
         self._on_step("manifest-replaced")
-        self._note(plan, old.manifest, moved)
+        self._note(plan, old, moved)
+        owners = [(manifest.origin.uid, manifest.origin.rank) for manifest in plan.manifests]
+        hints = [hint for manifest in plan.manifests for hint in chunk_hints(manifest, {plan.name})]
+        self._index.add([*state_hints(old.path.stem, owners, encoded), *hints])
         return 0 if plan.layout is None else plan.layout.size
 
     def _gone(self, plan: PutPlan, moved: Moved) -> set[PackInfo]:
@@ -176,40 +182,54 @@ class Rewriting:
         into = {pack for pack, _ in moved.values()}
         return {pack for pack in plan.borrowed if pack in into and not is_there(self._root / pack.name, pack.size)}
 
-    def _planned(self, manifest: Manifest, is_left: Callable[[Place], bool], moved: Moved) -> PutPlan | None:
-        """The plan for one state; None if it no longer needs any of those places."""
-        places, is_leaving = {}, False
-        for key, (info, offset) in places_of(manifest).items():
-            place = info.name, offset
-            if not is_left(place):
-                places[key] = info, offset
-                continue
-            is_leaving = True
-            if place in moved:
-                places[key] = moved[place]
-        origin = manifest.origin
-        return plan_put(manifest, places, free_pack_name(self._root, origin.uid, origin.rank)) if is_leaving else None
+    def _planned(
+        self, manifests: Sequence[Manifest], is_left: Callable[[Place], bool], moved: Moved, only: tuple[str, int] | None
+    ) -> PutPlan | None:
+        """The plan for the states of a file; None if they no longer need any of those places."""
+        each, is_leaving = list[Places](), False
+        for manifest in manifests:
+            is_meant = only in (None, (manifest.origin.uid, manifest.origin.rank))
+            places = dict[tuple[bytes, int], tuple[PackInfo, int]]()
+            for key, (info, offset) in places_of(manifest).items():
+                place = info.name, offset
+                if not is_meant or not is_left(place):
+                    places[key] = info, offset
+                    continue
+                is_leaving = True
+                if place in moved:
+                    places[key] = moved[place]
+            each.append(places)
+        if not is_leaving:
+            return None
 
-    def _note(self, plan: PutPlan, old: Manifest, moved: Moved) -> None:
-        """Note where chunks are now, for the other states that need them, and for those to come."""
-        hints = []
-        for index in plan.new:
-            was, ref, chunk = old.refs[index], plan.manifest.refs[index], plan.manifest.content.chunks[index]
-            moved[old.packs[was.pack].name, was.offset] = plan.manifest.packs[ref.pack], ref.offset
-            if chunk.length >= SHARED_BYTES:
-                hints.append(Hint((chunk.digest, chunk.length), plan.name, ref.offset))
-        self._index.add(hints)
+        def are_one(one: tuple[int, int], other: tuple[int, int]) -> bool:
+            return _place(manifests, one) == _place(manifests, other)
+
+        origin = manifests[0].origin
+        plan = plan_put(manifests, each, free_name(self._root, origin.uid, origin.rank, "safetensors"), are_one)
+        kept = [msgspec.structs.replace(new, bytes_new=old.bytes_new) for new, old in zip(plan.manifests, manifests, strict=True)]
+        return replace(plan, manifests=tuple(kept))
+
+    def _note(self, plan: PutPlan, old: _Old, moved: Moved) -> None:
+        """Note where chunks are now, for the other states that need them."""
+        for mine in plan.new:
+            manifest = plan.manifests[mine[0]]
+            ref = manifest.refs[mine[1]]
+            moved[_place(old.manifests, mine)] = manifest.packs[ref.pack], ref.offset
 
 
-def _has_owner(pack: str, users: list[str]) -> bool:
-    """Whether the state for which a pack was written is among those that need it, since it needs all of it."""
-    owner = uid_of(pack, "safetensors")
-    return owner is not None and manifest_name(*owner) in users
+def _place(manifests: Sequence[Manifest], mine: tuple[int, int]) -> Place:
+    manifest = manifests[mine[0]]
+    ref = manifest.refs[mine[1]]
+    return manifest.packs[ref.pack].name, ref.offset
 
 
-def _read(path: Path) -> tuple[bytes, Manifest]:
-    data = read_regular(path, most=MAX_MANIFEST)
-    return data, decode(data, source=str(path))
+def _read(path: Path) -> _Old:
+    data, first, found = read_regular(path, most=MAX_MANIFEST), memoryview(b""), list[Manifest]()
+    for _, frame in frames(data):
+        first = first or frame
+        found.append(decode_sound(frame, source=str(path), first=first).manifest)
+    return _Old(path, data, tuple(found))
 
 
 def _bytes_of(path: Path) -> bytes | None:

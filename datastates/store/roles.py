@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Protocol
+from typing import Protocol
 
 from datastates.content.digest import Sound
 from datastates.content.manifest import Manifest, PackInfo
@@ -23,7 +23,10 @@ from .placing import Places
 from .rewriting import Moved, Place
 from .tier import Payload, Placed, Reader, Tier
 
-__all__ = ["OURS", "CaptureTier", "DurableTier", "Held", "Staged"]
+__all__ = ["OURS", "STATE_BYTES", "CaptureTier", "DurableTier", "Held", "Staged"]
+
+STATE_BYTES = 5 << 10
+"""About how many bytes a state takes besides its slots, at least (measured)."""
 
 OURS = ""
 """The party of states that were captured or made in this process."""
@@ -94,8 +97,8 @@ class CaptureTier(Tier):
         """Drop a state; returns the bytes freed. Slots that nothing else needs go back to the arena, now or when its last reader closes."""
 
     @abstractmethod
-    def recall(self, count: int) -> bool:
-        """Tell readers that memory is wanted back, until that will free ``count`` slots; returns whether any reader was told. Only readers
+    def recall(self, size: int) -> bool:
+        """Tell readers that memory is wanted back, until that will free ``size`` bytes; returns whether any reader was told. Only readers
         of removed states that give way are told, the one that read least recently first."""
 
     @abstractmethod
@@ -106,18 +109,27 @@ class CaptureTier(Tier):
         """
 
     @abstractmethod
-    def slots_of(self, uids: Iterable[str]) -> int:
-        """The number of slots of all these states together, including slots that others share."""
+    def bytes_of(self, uids: Iterable[str]) -> int:
+        """The bytes of the chunks of all these states together, including chunks that others share."""
 
     @property
     @abstractmethod
     def slots_held(self) -> int:
-        """The number of slots of the arena that states hold."""
+        """The number of slots of the arena that states hold, one for each distinct chunk."""
 
     @property
     @abstractmethod
     def bytes_beside(self) -> int:
         """About how many bytes states take besides their slots: plain values and small arrays, manifests, and records of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Put:
+    """A state to write to a folder of packs; see ``DurableTier.put``."""
+
+    payload: Payload
+    base: Manifest | None = None
+    is_of_base: bool = False
 
 
 class DurableTier(Tier):
@@ -133,6 +145,13 @@ class DurableTier(Tier):
         :raises Conflict: another state with this uid is here.
         :raises Unsupported: its manifest holds something that could not be read again.
         :raises Unavailable: the disk is full or fails; nothing of the state is left.
+        """
+
+    @abstractmethod
+    def put_all(self, puts: Sequence[Put]) -> list[Placed]:
+        """Write several states, in the order of their captures; all of them are durable on return, or none is.
+
+        :raises DatastatesError: as ``put``, for one of them; nothing of any of them is left then.
         """
 
     @abstractmethod
@@ -230,7 +249,8 @@ class DurableTier(Tier):
 class Staged(Protocol):
     """A state that ``DurableTier.stage`` has written. ``was_here``: the state was here already, so nothing was written."""
 
-    was_here: ClassVar[bool]
+    @property
+    def was_here(self) -> bool: ...
 
     def places(self) -> Iterable[tuple[PackInfo, int]]:
         """The place of each chunk once it is committed."""

@@ -1,10 +1,9 @@
 """Locks on files that last exactly as long as the process that took them, and that other processes can see.
 
 The lock belongs to one open file description, which nobody else has (``F_OFD_SETLK``). The process may open and close the file as often
-as it likes, as code that copies the folder does, and keeps its lock. These locks and the record locks of older versions see each other.
-If a kernel has no such locks, ``flock`` is used instead. A forked child would share the description and hold the lock for a parent that
-is dead, as a loader's worker that outlives its training would. So a child first closes its own descriptor. The same holds for
-locks that last only a moment, on files that ``open_lockable`` opens.
+as it likes, as code that copies the folder does, and keeps its lock. If a kernel has no such locks, ``flock`` is used instead. A forked
+child would share the description and hold the lock for a parent that is dead, as a loader's worker that outlives its training would. So a
+child first closes its own descriptor. The same holds for locks that last only a moment, on files that ``open_lockable`` opens.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from pathlib import Path
 from .regular import open_regular, write_at
 from .sharing import may_read, share
 
-__all__ = ["Held", "close_lockable", "hold", "is_held", "open_lockable"]
+__all__ = ["Held", "close_lockable", "hold", "is_at", "is_held", "is_ours", "open_lockable"]
 
 _SET, _GET = getattr(fcntl, "F_OFD_SETLK", None), getattr(fcntl, "F_OFD_GETLK", None)
 _FLOCK = "hhqqi4x"  # struct flock: type, whence, start, length, pid
@@ -33,13 +32,13 @@ _forking = threading.RLock()
 """Held while a process is forked, and while a descriptor is opened or closed that no child may keep."""
 
 
-def open_lockable(path: Path, flags: int = os.O_RDONLY) -> int:
+def open_lockable(path: Path, flags: int = os.O_RDONLY, *, may_have_links: bool = False) -> int:
     """A descriptor like that of ``open_regular``, to be locked and then closed by ``close_lockable``; a forked child closes it at once.
 
     :raises OSError: as of ``open_regular``.
     """
     with _forking:
-        fd = open_regular(path, flags)
+        fd = open_regular(path, flags, may_have_links=may_have_links)
         _lockable.add(fd)
     return fd
 
@@ -88,7 +87,7 @@ class Held:
         fd, self._fd = self._fd, -1
         _held.discard(self)
         if fd >= 0:
-            if _is_at(fd, self.path):
+            if is_at(fd, self.path):
                 self.path.unlink(missing_ok=True)
             close_lockable(fd)
 
@@ -105,12 +104,12 @@ def hold(path: Path) -> Held | None:
     :raises OSError: it cannot be made, or its file system has no locks.
     """
     while True:
-        fd = open_lockable(path, os.O_CREAT | os.O_RDWR)
+        fd = open_lockable(path, os.O_CREAT | os.O_RDWR, may_have_links=True)
         try:
             if not _lock(fd):
                 close_lockable(fd)
                 return None
-            if _is_at(fd, path):
+            if is_ours(fd, path):
                 may_read(path.parent, fd)
                 share(path.parent, fd)
                 return Held(path, fd)
@@ -169,7 +168,18 @@ def _is_locked(fd: int) -> bool:
     return False
 
 
-def _is_at(fd: int, path: Path) -> bool:
+def is_ours(fd: int, path: Path) -> bool:
+    """Whether a locked file is still at its path and may be written. A file with other hard links loses this name, and the caller makes
+    another file: what is written to it would also appear under those links, as in a snapshot made by ``cp -al``."""
+    is_here = is_at(fd, path)
+    if is_here and os.fstat(fd).st_nlink > 1:
+        path.unlink(missing_ok=True)
+        return False
+    return is_here
+
+
+def is_at(fd: int, path: Path) -> bool:
+    """Whether an open file is the one at its path."""
     try:
         return os.path.samestat(os.fstat(fd), path.stat())
     except FileNotFoundError:

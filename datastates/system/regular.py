@@ -20,13 +20,15 @@ __all__ = ["make_regular", "open_regular", "read_at", "read_regular", "write_at"
 _READ_BYTES = 16 << 20
 
 
-def open_regular(path: str | Path, flags: int = os.O_RDONLY, mode: int = FILE_MODE) -> int:
+def open_regular(path: str | Path, flags: int = os.O_RDONLY, mode: int = FILE_MODE, *, may_have_links: bool = False) -> int:
     """A descriptor of a regular file, which the caller closes.
+
+    ``may_have_links``: the file may have other hard links, because the caller only locks it.
 
     :raises OSError: as ``os.open``; also if it is not a regular file, or is opened for writing and has a second name.
     """
     fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, mode)
-    error = _objection(os.fstat(fd), path, flags)
+    error = _objection(os.fstat(fd), path, os.O_RDONLY if may_have_links else flags)
     if error is not None:
         os.close(fd)
         raise error

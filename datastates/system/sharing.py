@@ -32,10 +32,18 @@ def is_shared(folder: Path) -> bool:
 
 
 def make_folders(path: Path) -> None:
-    """Make a folder, and those above it that are missing."""
+    """Make a folder, and those above it that are missing; their names are durable when this returns.
+
+    :raises FileExistsError: something else has that name.
+    """
     if not path.is_dir():
         make_folders(path.parent)
         path.mkdir(exist_ok=True)
+        parent = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(parent)
+        finally:
+            os.close(parent)
         _hand_over(path.parent, path)
         if is_shared(path.parent):
             _add(path, stat.S_ISGID | stat.S_IRWXG)

@@ -10,7 +10,7 @@ import torch
 
 from datastates.content.digest import chunk_digest, state_digest
 from datastates.content.geometry import dense_view, spec_of
-from datastates.content.manifest import CHUNK_BYTES, Chunk, Content, Manifest, Origin, Shard, TensorSpec
+from datastates.content.manifest import CHUNK_BYTES, VERSION, Chunk, Content, Manifest, Origin, Shard, TensorSpec
 from datastates.store.tier import Payload, Reader
 
 __all__ = ["Group", "aligned", "chunks_of", "lengths", "numbers", "part", "payload", "small", "stream"]
@@ -37,7 +37,7 @@ def payload(uid: str, *groups: Group, is_aligned: bool = False) -> Payload:
     encode = msgspec.msgpack.encode
     content = Content(msgspec.Raw(encode(0)), msgspec.Raw(encode([])), msgspec.Raw(encode(specs)), chunks)
     origin = Origin(uid, (), (), None, None, 0, 0, 0, None, {}, {})
-    manifest = Manifest(1, state_digest(content, ()), origin, content)
+    manifest = Manifest(VERSION, state_digest(content, ()), origin, content)
     return Payload(manifest, [aligned(view) for view in views] if is_aligned else views)
 
 

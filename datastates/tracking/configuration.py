@@ -21,7 +21,18 @@ from datastates.errors import InvalidInput
 from datastates.lineage.states import OURS, Value
 from datastates.system import masking
 
-__all__ = ["configuration"]
+__all__ = ["configuration", "with_used"]
+
+_ALIASES = {
+    **{name: name for name in ("lr", "weight_decay", "betas", "momentum", "T_max", "seed", "batch_size")},
+    **{"learning_rate": "lr", "wd": "weight_decay"},
+}
+"""The names in a configuration that mean a hyperparameter: alone, below one of ``_SECTIONS``, or below the name of a tracked object."""
+
+_SECTIONS = frozenset(
+    {"optimizer", "optim", "opt", "scheduler", "sched", "lr_scheduler", "loader", "dataloader", "train", "training", "trainer"}
+    | {"hparams", "hyperparameters", "config", "args"}
+)
 
 _MOST = 2_000
 """The most values that a configuration may have: it is read with every list of states."""
@@ -51,6 +62,52 @@ def configuration(given: object) -> dict[str, Value]:
             raise InvalidInput(f"config has over {_MOST:,} values, {key} among them: record the file that it comes from by name")
         found[key] = value
     return masking.named(found)
+
+
+def with_used(given: Mapping[str, Value], used: Mapping[str, Value]) -> tuple[dict[str, Value], list[str]]:
+    """The configuration to record: what the user gave, and the values that the training uses. A used value of None is not known.
+
+    Where the user gave another value than is used, the one in use is recorded under the name, and the user's under ``given.NAME``. Returns
+    also a line for each of those.
+    """
+    found: dict[str, Value] = {key: value for key, value in used.items() if value is not None and value is not False}
+    lines = []
+    for key, value in given.items():
+        values_in_use = _in_use(key, value, used)
+        if value is None and values_in_use:
+            continue  # an option that was left open: the value in use is recorded
+        if not values_in_use or any(_equals(value, each) for each in values_in_use):
+            found[key] = value
+            continue
+        found[f"given.{key}"] = value
+        if values_in_use[0] is None:
+            lines.append(f"config {key}={value!r} is not in use, and is recorded as given.{key}")
+        else:
+            found[key] = values_in_use[0]
+            lines.append(
+                f"config {key}={value!r} is not in use: {found[key]!r} is, and is recorded as {key}; yours is recorded as given.{key}"
+            )
+    return found, lines
+
+
+def _in_use(key: str, value: Value, used: Mapping[str, Value]) -> list[Value]:
+    """The values that the training uses for what a name of the configuration means; none if it means nothing that is known."""
+    *above, leaf = key.split(".")
+    if key in used:
+        return [used[key]]
+    suffix = f".{leaf}" if leaf.isdigit() and above else ""
+    name = _ALIASES.get(above.pop() if suffix else leaf)
+    tracked = {each.partition(".")[0] for each in used}
+    if name is None or isinstance(value, str | bool) or value is None or any(each not in _SECTIONS | tracked for each in above):
+        return []
+    ends = [f".{each}{suffix}" for each in (name, "max_lr" if name == "lr" else name)]
+    found = [each for other, each in used.items() if any(f".{other}".endswith(end) for end in ends)]
+    is_whole = name == "batch_size" and isinstance(value, int) and any(isinstance(each, int) and value % each == 0 for each in found)
+    return [value] if is_whole else found  # of all processes, or of all that are accumulated
+
+
+def _equals(one: Value, other: Value) -> bool:
+    return one == other or (one != one and other != other)
 
 
 def _flat(path: str, parts: Mapping[Any, Any] | list[Any], above: tuple[int, ...]) -> Iterator[tuple[str, Value]]:

@@ -205,8 +205,8 @@ class Guard:
         run.capture(metrics={"loss": loss}, message=f"abandoned: the loss of step {step} {problem}")
         head, core = _uid(run.head), self._training.core
         with core.reading() as session:
-            taken = {ref.name for ref in refs.refs(session)}
-        branch = next(name for number in count(1) if (name := _name(run.branch, step, number)) not in taken)
+            names = (_name(run.branch, step, number) for number in count(1))
+            branch = next(name for name in names if refs.find(session, name) is None)
         with core.writing() as session:
             refs.branch(session, branch, head)
         return branch

@@ -10,17 +10,20 @@ from difflib import get_close_matches
 from typing import TYPE_CHECKING
 
 from datastates import values
-from datastates.errors import Conflict, InvalidInput, NotFound
+from datastates.errors import Conflict, InvalidInput
 from datastates.lineage.change import refs
 from datastates.lineage.search import revision, walk
 from datastates.lineage.states import Ref, RefKind, State
 from datastates.objects.adapters import IN_BACKWARD
+from datastates.objects.generators import is_generator
 from datastates.objects.report import RestoreReport
+from datastates.objects.rng import RngState
 from datastates.opening.core import Core
-from datastates.opening.missing import explain, is_elsewhere, nearest_here
+from datastates.opening.missing import explain, is_elsewhere, nearest_here, nearest_kept
 from datastates.system.logs import event
 from datastates.system.notices import say
 
+from .succession import holders
 from .trained import go_on_training, lose_groups, regain_groups, say_gained, say_what_differs
 from .training import Training
 
@@ -36,24 +39,33 @@ _logger = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True)
 class Outset:
     """The state from which a tracker starts; None begins a new root. ``is_fork``: the branch does not exist yet. ``is_beyond``: the branch
-    stands at another state than ``start``.
+    stands at another state than ``start``. ``is_taken``: a living process holds the branch, which is taken over from it.
     """
 
     state: State | None
     is_fork: bool = False
     is_beyond: bool = False
+    is_taken: bool = False
 
 
-def origin_of(core: Core, branch: str, start: str | State | None, *, resume: bool) -> Outset:
-    """The state from which a tracker starts. A branch whose head cannot be restored is moved back; no branch is made."""
+def origin_of(core: Core, branch: str, start: str | State | None, *, resume: bool, takeover: bool = False, nearest: bool = False) -> Outset:
+    """The state from which a tracker starts. A branch whose head cannot be restored is moved back; no branch is made. With ``nearest``, a
+    fork of a state that cannot be restored starts from the nearest one that can.
+
+    :raises Conflict: another living process holds the branch, and ``takeover`` is False.
+    """
     branch = values.text(branch, "branch")
     with core.reading() as session:
-        ref, origin = _named(session, branch, start, resume=resume)
+        ref, origin = _named(core, session, branch, start, resume=resume, nearest=nearest)
+        if holders(core, session, branch, takeover=takeover) and ref is not None:
+            return Outset(nearest_here(core, session, ref.state), is_beyond=True, is_taken=True)
         if ref is None:
             if origin is None:
                 _warn_of_misspelling(session, branch)
                 return Outset(None)
-            if not origin.status.is_restorable:
+            if nearest:
+                origin = nearest_kept(core, session, origin)
+            elif not origin.status.is_restorable:
                 raise explain(core, session, origin)
         else:
             head = walk.state(session, ref.state)
@@ -72,15 +84,17 @@ def origin_of(core: Core, branch: str, start: str | State | None, *, resume: boo
     return Outset(origin, is_beyond=begun is None or begun.uid != origin.uid)
 
 
-def check_origin(core: Core, branch: str, start: str | State | None, *, resume: bool) -> None:
+def check_origin(core: Core, branch: str, start: str | State | None, *, resume: bool, nearest: bool = False) -> None:
     """Raise, as ``origin_of`` does, unless a training may start from there."""
     with core.reading() as session:
-        _named(session, branch, start, resume=resume)
+        _named(core, session, branch, start, resume=resume, nearest=nearest)
 
 
-def _named(session: Session, branch: str, start: str | State | None, *, resume: bool) -> tuple[Ref | None, State | None]:
-    """The branch, if it exists, and the state that ``start`` names."""
-    ref = _find_ref(session, branch)
+def _named(
+    core: Core, session: Session, branch: str, start: str | State | None, *, resume: bool, nearest: bool
+) -> tuple[Ref | None, State | None]:
+    """The branch, if it exists, and the state that ``start`` names; of a branch that exists, the one from which ``nearest`` forked it."""
+    ref = refs.find(session, branch)
     origin = None if start is None else revision.resolve(session, start.uid if isinstance(start, State) else start)
     if ref is None:
         refs.check_name(branch)
@@ -89,14 +103,26 @@ def _named(session: Session, branch: str, start: str | State | None, *, resume: 
         raise Conflict(f"{branch!r} is a tag: choose another name for the branch")
     if not resume:
         raise Conflict(f"branch {branch!r} exists at {ref.state[:10]}: choose another name, or go on there with resume=True")
-    if origin is not None and not walk.is_ancestor(session, origin.uid, ref.state):
-        raise Conflict(f"branch {branch!r} exists and does not descend from {start!r}: choose another name, or no start")
+    if origin is not None:
+        kept = nearest_kept(core, session, origin, is_told=False) if nearest else origin
+        if not any(walk.is_ancestor(session, uid, ref.state) for uid in {kept.uid, origin.uid}):
+            raise Conflict(f"branch {branch!r} exists and does not descend from {start!r}: choose another name, or no start")
+        origin = kept
     return ref, origin
 
 
-def set_out(training: Training, state: State, *, only: str | Sequence[str] | None, strict: bool, is_resumed: bool) -> None:
-    """Restore ``state`` into the training's objects; the first capture then shares with it what is unchanged."""
-    report = _restored(training, state, only=only, strict=strict, is_resumed=is_resumed)
+def set_out(
+    training: Training, state: State, *, only: str | Sequence[str] | None, strict: bool, is_resumed: bool, rng: str | bool = "state"
+) -> None:
+    """Restore ``state`` into the training's objects; the first capture then shares with it what is unchanged.
+
+    With ``rng="script"``, a fork keeps the random numbers of the script, and so does a training that is resumed with another seed.
+    """
+    is_reseeded = not is_resumed or (training.seed is not None and training.seed != state.config.get("seed"))
+    without = [name for name, found in training.objects.items() if isinstance(found, RngState) or is_generator(found)]
+    if rng != "script" or not is_reseeded:
+        without = []
+    report = _restored(training, state, only=only, strict=strict, is_resumed=is_resumed, without=without)
     stand(training, state, is_resumed=is_resumed)
     if is_resumed:
         go_on_training(training.branch, training.adapted, report, is_told=training.ranks.is_first, at=state.uid)
@@ -118,17 +144,19 @@ def set_out(training: Training, state: State, *, only: str | Sequence[str] | Non
         )  # fmt: skip
 
 
-def _restored(training: Training, state: State, *, only: str | Sequence[str] | None, strict: bool, is_resumed: bool) -> RestoreReport:
-    """Restore the state. If a training goes on whose optimizers had got more groups than they have now, they get these first."""
+def _restored(
+    training: Training, state: State, *, only: str | Sequence[str] | None, strict: bool, is_resumed: bool, without: Sequence[str]
+) -> RestoreReport:
+    """Restore the state, except for the objects ``without``. A resumed training first gets back the groups that it had given optimizers."""
     try:
-        return training.restore(state, only=only, strict=strict)
+        return training.restore(state, only=only, strict=strict, without=without)
     except InvalidInput as misfit:
         alone = is_resumed and training.ranks.size == 1
         gained = regain_groups(training.core, state, training.adapted) if alone else []
         if not gained:
             raise
         try:
-            report = training.restore(state, only=only, strict=strict)
+            report = training.restore(state, only=only, strict=strict, without=without)
         except InvalidInput:
             lose_groups(gained)
             raise misfit from None
@@ -152,23 +180,16 @@ def _forgotten(training: Training, only: str | Sequence[str] | None) -> list[str
     """The objects of the resumed state that this training no longer tracks, without having said so by ``only``."""
     if only is not None or training.report is None:
         return []
-    return [name for name in training.report.skipped if "/" not in name and name not in ("rng", IN_BACKWARD)]
+    return [name for name in training.report.skipped if "/" not in name and name not in ("rng", IN_BACKWARD, *training.objects)]
 
 
 def _warn_of_misspelling(session: Session, branch: str) -> None:
     """Log a warning if this branch, which begins from nothing, has nearly the name of one that exists."""
-    names = {ref.name: re.sub(r"\d+", "0", ref.name) for ref in refs.refs(session) if ref.kind is RefKind.BRANCH}
     plain = re.sub(r"\d+", "0", branch)
-    close = get_close_matches(branch, [name for name, other in names.items() if other != plain], n=3, cutoff=0.75)
+    names = [name for name in refs.near(session, branch, RefKind.BRANCH) if re.sub(r"\d+", "0", name) != plain]
+    close = get_close_matches(branch, names, n=3, cutoff=0.75)
     if close:
         _logger.warning(
             "branch %r is new and begins without a state, and there is %s: branch=%r would go on there, start=%r fork from it",
             branch, " and ".join(map(repr, close)), close[0], close[0],
         )  # fmt: skip
-
-
-def _find_ref(session: Session, name: str) -> Ref | None:
-    try:
-        return refs.get(session, name)
-    except NotFound:
-        return None

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from datastates.capture.handle import Capture
 from datastates.errors import Conflict, DatastatesError, NotFound
 from datastates.lineage.change import refs
-from datastates.lineage.states import State, Value
+from datastates.lineage.states import SAVES, State, Value
 from datastates.opening.core import Core
 from datastates.system.interrupts import Mutex
 
@@ -93,7 +93,7 @@ def _tracker(core: Core, branch: str, start: str | None) -> Tracker:
         cadence=core.config.cadence_with(None),
         back_pressure=core.config.back_pressure,
         on_failure=core.config.on_failure,
-        config={},
+        config={SAVES: True},
         restores=False,
     )
     _forget(core, branch)

@@ -22,6 +22,7 @@ from datastates.lineage.change.reduction import FIRST, Reduce
 from datastates.lineage.show.failures import failures
 from datastates.lineage.states import Value
 from datastates.objects.loops import LOOPS
+from datastates.objects.model_state import FROZEN, MODES
 from datastates.objects.own_buffers import OWN_BUFFERS, OwnBuffers
 from datastates.objects.rng import RngState
 from datastates.opening.core import Core
@@ -36,7 +37,7 @@ from datastates.upkeep.retention import KEY
 from .nodes import found, join
 from .outset import Outset, check_origin, origin_of, set_out, stand
 from .replicas import check_replicas
-from .succession import enter, take_over
+from .succession import claim, enter, take_over
 from .together import Together
 from .tracker import Tracker
 from .training import Training
@@ -61,17 +62,26 @@ class Terms:
     back_pressure: BackPressure
     on_failure: OnFailure
     config: Mapping[str, Value]
+    hyperparameters: str | None = None
+    rng: str | bool = "state"
     retention: Retention | None = None
     restores: bool = True
+    frozen: bool = True
     ranks: Together = field(default_factory=lambda: Together(SoloGroup()))
     own: frozenset[str] = frozenset()
     reduce: Reduce = FIRST
     is_checking: bool = False
+    takeover: bool = False
+    nearest: bool = False
 
     def said(self, names: Collection[str]) -> dict[str, object]:
         """The terms on which all ranks must agree, with the names of the objects that they track."""
         told = {
-            name: getattr(self, name) for name in ("branch", "start", "resume", "only", "strict", "gradients", "restores", "is_checking")
+            name: getattr(self, name)
+            for name in (
+                *("branch", "start", "resume", "only", "strict", "gradients", "frozen", "restores", "is_checking"),
+                *("hyperparameters", "rng", "takeover", "nearest"),
+            )
         }
         told |= {"own": sorted(self.own), "reduce": self.reduce, "cadence": self.cadence.told(), "back_pressure": str(self.back_pressure)}
         return told | {"on_failure": str(self.on_failure), "retention": self.retention, "what is tracked": ", ".join(sorted(names))}
@@ -85,6 +95,7 @@ class _Job(msgspec.Struct, frozen=True):
     origin: str | None
     is_fork: bool
     is_beyond: bool
+    is_taken: bool
 
 
 def together(more: Mapping[str, object], objects: Mapping[str, object], *, rng: object) -> dict[str, object]:
@@ -92,8 +103,11 @@ def together(more: Mapping[str, object], objects: Mapping[str, object], *, rng: 
 
     :raises InvalidInput: nothing is given, a name is taken, or given twice.
     """
-    if not isinstance(rng, bool):
-        raise InvalidInput("the name 'rng' is taken by the random number generators, True or False: rename what you track")
+    if not isinstance(rng, bool | str) or rng not in ("state", "script", False):
+        raise InvalidInput(
+            "the name 'rng' is taken by the random number generators, which come from 'state' or 'script' or are left out by False: rename"
+            " what you track"
+        )
     twice = sorted(more.keys() & objects.keys())
     if twice:
         raise InvalidInput(f"{', '.join(twice)}: given by keyword and in objects=; give each of them once")
@@ -102,10 +116,14 @@ def together(more: Mapping[str, object], objects: Mapping[str, object], *, rng: 
     tracked = {values.text(name, "the name of what is tracked"): found for name, found in {**more, **objects}.items()}
     if not tracked:
         raise InvalidInput("there is nothing to capture: name what is trained, as in track(model=model, optimizer=optimizer)")
-    if LOOPS in tracked:
-        raise InvalidInput(f"the name {LOOPS!r} is taken by the place of run.epochs and run.steps: rename what you track")
-    if OWN_BUFFERS in tracked:
-        raise InvalidInput(f"the name {OWN_BUFFERS!r} is taken by the buffers that each rank has of its own: rename what you track")
+    taken = {
+        LOOPS: "the place of run.epochs and run.steps",
+        MODES: "the train and eval modes of modules",
+        FROZEN: "the record of what frozen=False leaves out",
+        OWN_BUFFERS: "the buffers that each rank has of its own",
+    }
+    for name in taken.keys() & tracked.keys():
+        raise InvalidInput(f"the name {name!r} is taken by {taken[name]}: rename what you track")
     return tracked | {"rng": RngState()} if rng else tracked
 
 
@@ -117,7 +135,7 @@ def follow(core: Core, objects: Mapping[str, object], plain: dict[str, object], 
     with ranks.united("begin on this branch"):
         core.tiers.check_parts(ranks.size)
         cadence = _informed(core, terms.cadence)
-        take_over(core, branch, partial(check_origin, core, branch, start, resume=terms.resume))
+        take_over(core, branch, partial(check_origin, core, branch, start, resume=terms.resume, nearest=terms.nearest))
     with undisturbed():
         job, origin = _outset(core, terms)
         built: list[Training] = []
@@ -133,13 +151,14 @@ def follow(core: Core, objects: Mapping[str, object], plain: dict[str, object], 
             if terms.is_checking:
                 check_replicas(training)
             _begin_run(training, terms, origin)
+            training.know_best()
         except BaseException:
             for each in built:
                 each.give_up()
             raise
         core.trainings.add(training)
         enter(training)
-        keep(core, branch, terms.retention)
+        training.line.bound = keep(core, branch, terms.retention, training.adapted.size_bytes())
         return Tracker(training, back_pressure=terms.back_pressure, is_deferring=terms.defer)
 
 
@@ -147,7 +166,7 @@ def _outset(core: Core, terms: Terms) -> tuple[str, Outset]:
     """The uid of the job, and where its training begins. With several ranks, rank 0 decides both."""
     ranks = terms.ranks
     if ranks.size == 1:
-        return "", origin_of(core, terms.branch, terms.start, resume=terms.resume)
+        return "", _origin(core, terms)
     job = ranks.first("find where to begin", partial(_job, core, terms), _Job)
     with ranks.united("see what rank 0 sees"):
         with core.reading() as session:
@@ -158,13 +177,21 @@ def _outset(core: Core, terms: Terms) -> tuple[str, Outset]:
                     f"this rank opened {core.location}, and rank 0 another repository: open one that all ranks share, a folder that"
                     " all reach or a database"
                 ) from exc
-        return job.uid, Outset(None if job.origin is None else core.state(job.origin), is_fork=job.is_fork, is_beyond=job.is_beyond)
+        return job.uid, Outset(
+            None if job.origin is None else core.state(job.origin), is_fork=job.is_fork, is_beyond=job.is_beyond, is_taken=job.is_taken
+        )
+
+
+def _origin(core: Core, terms: Terms) -> Outset:
+    return origin_of(core, terms.branch, terms.start, resume=terms.resume, takeover=terms.takeover, nearest=terms.nearest)
 
 
 def _job(core: Core, terms: Terms) -> _Job:
-    origin = origin_of(core, terms.branch, terms.start, resume=terms.resume)
+    origin = _origin(core, terms)
     begin = None if origin.state is None else origin.state.uid
-    return _Job(secrets.token_hex(12), core.engage().run.uid, begin, is_fork=origin.is_fork, is_beyond=origin.is_beyond)
+    return _Job(
+        secrets.token_hex(12), core.engage().run.uid, begin, is_fork=origin.is_fork, is_beyond=origin.is_beyond, is_taken=origin.is_taken
+    )
 
 
 def _training(
@@ -174,10 +201,12 @@ def _training(
     config = terms.config if terms.retention is None else {**terms.config, KEY: terms.retention.text}
     line = Line(f"{terms.branch}#{secrets.token_hex(4)}", terms.branch, None if begin is None else (begin.uid, begin.digest), None)
     line.is_patient = terms.on_failure is OnFailure.CONTINUE
+    line.keeps_bests = ranks.is_first and str(cadence) != "never"
     if ranks.size > 1:
         line.part, line.uids, line.reduce = Part(ranks.rank, ranks.size, job), Agreed(job), terms.reduce
         config = {**config, **runs.of_job(job, ranks.rank, ranks.size)}
-    training = Training(core, line=line, objects=objects, values=plain, cadence=cadence, gradients=terms.gradients, config=config)
+    parts = {"gradients": terms.gradients, "frozen": terms.frozen}
+    training = Training(core, line=line, objects=objects, values=plain, cadence=cadence, config=config, **parts)
     training.ranks, training.own = ranks, terms.own
     if ranks.size > 1:
         training.adapted.own_buffers = OwnBuffers(ranks.rank, ranks.size)
@@ -191,8 +220,10 @@ def _put_back(training: Training, terms: Terms, origin: Outset) -> None:
     if begin is not None and not terms.restores:
         stand(training, begin, is_resumed=origin.is_beyond)
     elif begin is not None:
-        set_out(training, begin, only=only, strict=terms.strict, is_resumed=origin.is_beyond)
-    training.know_best()
+        training.takes_script = (terms.hyperparameters or ("state" if origin.is_beyond else "script")) == "script"
+        set_out(training, begin, only=only, strict=terms.strict, is_resumed=origin.is_beyond, rng=terms.rng)
+    else:
+        training.say_once(training.configure(training.built.values | ({} if training.seed is None else {"seed": training.seed})))
 
 
 def _begin_run(training: Training, terms: Terms, origin: Outset) -> None:
@@ -200,12 +231,10 @@ def _begin_run(training: Training, terms: Terms, origin: Outset) -> None:
     core, ranks, begin = training.core, terms.ranks, origin.state
 
     def begin_first() -> None:
-        if begin is None or not origin.is_fork:
-            with core.database.write() as session:
-                training.begin_run(session)
-        else:
-            with core.writing() as session:
-                training.begin_run(session)
+        with core.writing() if origin.is_fork or origin.is_taken else core.database.write() as session:
+            claim(session, training, begin, takeover=terms.takeover, is_taken=origin.is_taken)
+            training.begin_run(session)
+            if begin is not None and origin.is_fork:
                 refs.branch(session, terms.branch, begin.uid)
 
     with ranks.united("begin its run"):

@@ -14,6 +14,7 @@ import msgspec
 from datastates import values
 from datastates.errors import InvalidInput
 from datastates.lineage.states import State
+from datastates.opening.core import Core
 from datastates.transport.clone.groups import EXCHANGE_BYTES, Group
 from datastates.transport.clone.meeting import Meeting
 
@@ -71,22 +72,22 @@ class Together:
             return {} if error is None else {0: error}
         return Meeting(self.group, what).end(error)
 
-    def state(self, rev: str | State, find: Callable[[str | State], State], **terms: object) -> State:
-        """The state that ``rev`` names for rank 0, on every rank, to restore it on these terms; ``find`` looks a revision up.
+    def state(self, core: Core, rev: str | State, *, nearest: bool = False, **terms: object) -> State:
+        """The state that ``rev`` names for rank 0, on every rank, to restore it on these terms; ``nearest`` as in ``Core.state``.
 
         Ranks that give another text for the revision must mean the same state. A branch may move meanwhile: they look only the uid up.
 
         :raises InvalidInput: the ranks give different states, or different terms; the error is the same on each.
         """
         if self.size == 1:
-            return find(rev)
+            return core.state(rev, nearest=nearest)
         said = values.revision(rev)
-        theirs, uid = self.first("find the state", lambda: (said, find(said).uid), tuple[str, str])
+        theirs, uid = self.first("find the state", lambda: (said, core.state(said, nearest=nearest).uid), tuple[str, str])
         with self.united("find the state"):
-            state = find(uid)
-            own = uid if said == theirs else find(said).uid
+            state = core.state(uid)
+            own = uid if said == theirs else core.state(said, nearest=nearest).uid
         self.same(
-            {"the state": own, **terms},
+            {"the state": own, "nearest": nearest, **terms},
             task="restore the same",
             advice="let all ranks call restore with the same state and the same other arguments",
         )

@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from types import TracebackType
-from typing import TYPE_CHECKING, Self, SupportsFloat, TypeVar
+from typing import TYPE_CHECKING, Any, Self, SupportsFloat, TypeVar
 
 import msgspec
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from .guard import Data, Guard
 
-__all__ = ["Tracker"]
+__all__ = ["Steps", "Tracker"]
 
 _logger = logging.getLogger(__name__)
 Batch = TypeVar("Batch")
@@ -71,7 +71,8 @@ class Tracker:
     def head(self) -> State | None:
         """The newest state of the branch, once every capture so far is recorded; None before the first.
 
-        A torn capture has no state: the head is then the state before it, and a log message says so.
+        A torn capture has no state: the head is then the state before it, and a log message says so. While the lineage cannot be
+        written, the head is the newest state that is recorded.
         """
         return self._training.head()
 
@@ -160,10 +161,11 @@ class Tracker:
 
         :raises InvalidInput: ``count`` is no number of epochs.
         """
+        self._training.oversights.note_passed(self._training.kept)
         return self._training.loops.count(checks.integer(count, "the number of epochs", least=0), is_resumed=self._training.is_resumed)
 
-    @checks.takes(loader=checks.iterable, accumulate=checks.positive)
-    def steps(self, loader: Iterable[Batch], *, accumulate: int = 1) -> Iterator[Batch]:
+    @checks.takes(loader=checks.iterable, accumulate=checks.positive, limit=checks.optional(checks.positive), verify=checks.flag)
+    def steps(self, loader: Iterable[Batch], *, accumulate: int = 1, limit: int | None = None, verify: bool = True) -> Steps[Batch]:
         """The loader's batches; ``step`` advances with every ``accumulate``-th of them, before it is handed out.
 
             with repo.track(branch="one-pass", model=model, optimizer=optimizer) as run:
@@ -174,16 +176,52 @@ class Tracker:
         it begins with the next one. The loader need not be tracked for that: a plain DataLoader, with workers or without, is started again
         with the random numbers that it had, and the batches that were used are read and dropped. Tracked loaders and samplers find their
         place by themselves. Outside of ``epochs``, a training that resumes from the last batch's state makes another pass over the data.
-        Count batches with ``batch``: ``enumerate`` begins with 0 again where a pass goes on.
+        ``len`` is the number of batches in a whole pass. ``next`` and ``close`` work as for a generator.
 
-        :raises InvalidInput: a sampler is tracked and its loader has workers, which read from the sampler ahead of the training.
+        :param loader: what is iterated over: a loader, a sampler's batches, a list.
+        :param accumulate: how many batches make a step.
+        :param limit: the most batches of a pass, counted from its beginning also where a pass is resumed. ``islice`` and ``enumerate``
+            count from 0 again there; see ``enumerate`` of this class.
+        :param verify: whether the last of the batches that are read again must be the one that was used.
+        :raises InvalidInput: a sampler is tracked and its loader has workers, which read from the sampler ahead of the training; or, with
+            the first batch, the data come in another order than before.
         """
-        return self._steps(loader, accumulate, is_outside=not self._training.loops.is_counting)
+        return self._steps(loader, limit, accumulate, verify=verify, is_numbered=False)
 
-    def _steps(self, loader: Iterable[Batch], accumulate: int, *, is_outside: bool) -> Iterator[Batch]:
+    @checks.takes(loader=checks.iterable, accumulate=checks.positive, limit=checks.optional(checks.positive), verify=checks.flag)
+    def enumerate(
+        self, loader: Iterable[Batch], *, accumulate: int = 1, limit: int | None = None, verify: bool = True
+    ) -> Steps[tuple[int, Batch]]:
+        """``steps``, where each batch comes with its number in its pass, from 0, also if that pass was resumed in the middle.
+
+        with repo.track(branch="numbered", model=model, optimizer=optimizer) as run:
+            for number, batch in run.enumerate(loader, limit=100):
+                run.capture(metrics={"loss": train_step(batch)})
+
+        :param loader: as for ``steps``.
+        :param accumulate: as for ``steps``.
+        :param limit: as for ``steps``.
+        :param verify: as for ``steps``.
+        """
+        return self._steps(loader, limit, accumulate, verify=verify, is_numbered=True)
+
+    def _steps(self, loader: Iterable[Any], limit: int | None, accumulate: int, *, verify: bool, is_numbered: bool) -> Steps[Any]:
+        self._training.oversights.note_passed(self._training.kept)
+        batches = self._training.loops.batches(
+            loader,
+            is_resumed=self._training.is_resumed,
+            is_outside=not self._training.loops.is_counting,
+            limit=limit,
+            is_checked=verify,
+            is_numbered=is_numbered,
+        )
+        return Steps(loader, limit, self._counted(batches, loader, accumulate))
+
+    def _counted(self, batches: Generator[Any], loader: object, accumulate: int) -> Generator[Any]:
         self._training.is_driven = True
+        self._training.settle(loader)
         try:
-            for batch in self._training.loops.batches(loader, is_resumed=self._training.is_resumed, is_outside=is_outside):
+            for batch in batches:
                 self._training.count_batch(accumulate)
                 yield batch
         finally:
@@ -231,7 +269,11 @@ class Tracker:
         training.check_usable()
         noted = _Noted.of(metrics, attributes, message, training.attributes)
         self.micro_step = checks.integer(self.micro_step, "run.micro_step", least=0, most=2**31 - 1)
-        self.step = self._step_of(step)
+        self.step = (
+            checks.step(checks.integer(self.step, "run.step") + (not training.is_driven), "run.step")  # ``steps`` counts if it drives
+            if step is None
+            else checks.step(step)
+        )
         line = training.line
         # Ranks whose captures count the steps may drift apart unnoticed, but their optimizers step together.
         updates = training.updates() if line.part is not None and step is None and not training.is_driven else None
@@ -260,7 +302,8 @@ class Tracker:
         training, uid = self._training, facts.uid
         training.raise_background_error()
         training.heed_edits()
-        training.oversights.look()
+        training.oversights.look(training.kept)
+        training.note_capture()
         flat = flatten(training.tree(), training.known(), training.adapted.lasting)
         if dirty.is_any():
             dirty.check(leaf.tensor for leaf in flat.tensors)
@@ -278,7 +321,7 @@ class Tracker:
             missing=host.missing,
             check=host.check_goal,
         )
-        slots = self._host.acquire(plan.slot_count, self._back_pressure, line=training.line)
+        slots = self._host.acquire(plan.layout.chunk_lengths, self._back_pressure, line=training.line)
         if slots is None:
             host.recorder.count("skipped")
             progress.skip(None if self._back_pressure is BackPressure.SKIP else self._host.trouble)
@@ -335,13 +378,20 @@ class Tracker:
         """
         self._training.fence()
 
-    @checks.takes(rev=checks.revision, only=checks.patterns, strict=checks.flag)
-    def restore(self, rev: str | State, *, only: str | Sequence[str] | None = None, strict: bool = True) -> RestoreReport:
+    @checks.takes(rev=checks.revision, only=checks.patterns, strict=checks.flag, nearest=checks.flag)
+    def restore(
+        self, rev: str | State, *, only: str | Sequence[str] | None = None, strict: bool = True, nearest: bool = False
+    ) -> RestoreReport:
         """Restore a state into the tracked objects and go on from there: the branch moves to it, with a reflog entry. Collective.
+
+        :param rev: the state.
+        :param only: as in ``Repository.restore``.
+        :param strict: as in ``Repository.restore``.
+        :param nearest: True goes back to the nearest state by steps, if the bytes of this one are gone. The log names it.
 
         :raises InvalidInput: the ranks give different states or other arguments.
         :raises NotFound: no such revision.
-        :raises Unavailable: its bytes are gone; names the nearest ancestor that has them.
+        :raises Unavailable: its bytes are gone; names the nearest states that have them.
         :raises Conflict: another process moved the branch meanwhile.
         """
         training, ranks = self._training, self._training.ranks
@@ -349,7 +399,7 @@ class Tracker:
             training.check_usable()
             training.fence()
             self._host.settle(training.line)
-        return training.go_back(ranks.state(rev, training.core.state, only=only, strict=strict), only=only, strict=strict)
+        return training.go_back(ranks.state(training.core, rev, nearest=nearest, only=only, strict=strict), only=only, strict=strict)
 
     @checks.takes(
         spike=checks.optional(checks.number),
@@ -412,6 +462,7 @@ class Tracker:
         self._training.close()
 
     def __enter__(self) -> Self:
+        self._training.oversights.note_passed(self._training.kept)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -423,11 +474,23 @@ class Tracker:
             if not (isinstance(exc, DatastatesError) and exc.repeats(error)):
                 _logger.exception("closing the tracker of branch %s failed", self.branch)
 
-    def _step_of(self, given: int | None) -> int:
-        """The step to record: the caller's, or else the counted one, plus one unless ``steps`` counts."""
-        if given is not None:
-            return checks.step(given)
-        return checks.step(checks.integer(self.step, "run.step") + (not self._training.is_driven), "run.step")
+
+class Steps(Iterator[Batch]):
+    """The batches of ``Tracker.steps``; ``len`` is their number in a whole pass, if the loader has a length."""
+
+    def __init__(self, loader: Any, limit: int | None, batches: Generator[Batch]) -> None:
+        self._loader, self._limit, self._batches = loader, limit, batches
+
+    def __len__(self) -> int:
+        length = len(self._loader)
+        return length if self._limit is None else min(length, self._limit)
+
+    def __next__(self) -> Batch:
+        return next(self._batches)
+
+    def close(self) -> None:
+        """Leave the pass, as ``break`` does in a loop."""
+        self._batches.close()
 
 
 @dataclass(frozen=True, slots=True)

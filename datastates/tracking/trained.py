@@ -19,7 +19,7 @@ from datastates.opening.core import Core
 from datastates.system.notices import say
 from datastates.upkeep.loading import load
 
-__all__ = ["go_on_training", "groups_in", "lose_groups", "part_at", "regain_groups", "say_gained", "say_what_differs"]
+__all__ = ["go_on_training", "groups_in", "lose_groups", "part_at", "regain_groups", "say_gained", "say_what_differs", "warn_of_misfits"]
 
 _logger = logging.getLogger(__name__)
 
@@ -54,38 +54,61 @@ def say_gained(branch: str, gained: Sequence[tuple[Optimizer, int]]) -> None:
 def part_at(uid: str, adapted: Adapted) -> None:
     """Note that a training of this process ends at a state: as long as its parameters live, the script that made them is running on."""
     for module in adapted.modules:
-        for parameter in module.parameters():
-            _parted[parameter] = uid
+        for found in (*module.modules(), *module.parameters()):
+            _parted[found] = uid
+
+
+_DIFFERENCES = (
+    ("in_eval", "module", "in eval mode", "in training mode", "the mode"),
+    ("in_train", "module", "in training mode", "in eval mode", "the mode"),
+    ("frozen", "parameter", "frozen", "trained", "requires_grad"),
+    ("unfrozen", "parameter", "trained", "frozen", "requires_grad"),
+)
 
 
 def go_on_training(branch: str, adapted: Adapted, report: RestoreReport, *, is_told: bool, at: str | None = None) -> None:
-    """Freeze and unfreeze parameters as the state had them, because the script may not come by there again.
+    """Freeze and unfreeze parameters, and set the modes of modules, as the state had them, because the script may not come by there again.
 
-    Parameters that a training of this process left ``at`` that state stay: what was done to them since then is the script's next line.
+    What a training of this process left ``at`` that state stays: what was done to it since then is the script's next line. The mode of a
+    whole model that only an evaluation changed stays, too.
     """
-    running, report = divided(report, adapted, lambda parameter: at is not None and _parted.get(parameter) == at)
+    kept_back, report = divided(report, adapted, lambda found: at is not None and _parted.get(found) == at, is_running=at is None)
     if is_told:
-        say_what_differs(branch, running, "goes on")
+        say_what_differs(branch, kept_back, "goes on")
     left = set(put_back(report, adapted))
-    for paths, done in ((report.frozen, "frozen"), (report.unfrozen, "trained")):
-        changed, kept = ([path for path in paths if (path in left) is is_left] for is_left in (False, True))
+    for name, kind, done, _, _ in _DIFFERENCES:
+        changed, kept = ([path for path in getattr(report, name) if (path in left) is is_left] for is_left in (False, True))
         if changed and is_told:
-            say(f"branch {branch}: {_counted(changed)} {done} again, as in the state that was restored")
+            say(f"branch {branch}: {_counted(changed, kind)} {done} again, as in the state that was restored")
         if kept:
             _logger.warning(
                 "branch %s: %s %s in the state that was restored, and not here: set requires_grad before DistributedDataParallel wraps the"
                 " model, because it exchanges the gradients of the parameters that are trained then",
-                branch, _counted(kept), done,
+                branch, _counted(kept, kind), done,
             )  # fmt: skip
 
 
 def say_what_differs(branch: str, report: RestoreReport, does: str = "begins") -> None:
-    """Say what the script freezes, or trains, otherwise than the state where its branch begins or goes on: it may be meant, or
+    """Say what the script freezes, trains or evaluates otherwise than the state where its branch begins or goes on: it may be meant, or
     forgotten.
     """
-    for paths, was, now in ((report.frozen, "frozen", "trained"), (report.unfrozen, "trained", "frozen")):
-        if paths:
-            say(f"branch {branch}: {_counted(paths)} {was} where it {does}, and {now} here; requires_grad stays as the script set it")
+    for name, kind, was, now, option in _DIFFERENCES:
+        if paths := getattr(report, name):
+            say(f"branch {branch}: {_counted(paths, kind)} {was} where it {does}, and {now} here; {option} stays as the script set it")
+
+
+def warn_of_misfits(branch: str, report: RestoreReport, step: int, *, is_beginning: bool) -> None:
+    """Log what a restore with ``strict=False`` left as it was."""
+    left = [*report.missing, *(misfit.path for misfit in report.mismatched), *report.unexpected]
+    made, advice = "has", "run.report lists all"
+    if is_beginning:
+        made, advice = "initialized", f"to train everything from step 0, write branch={branch + '-anew'!r} and no start="
+    if left:
+        _logger.warning(
+            "branch %s: %s did not fit and are not restored (strict=False): what is here stays as the script %s it, while the step"
+            " counts on from %s; %s",
+            branch, ", ".join(left[:6]) + (f" and {len(left) - 6} more" if len(left) > 6 else ""), made, step, advice,
+        )  # fmt: skip
 
 
 def groups_in(core: Core, state: State, path: str) -> object:
@@ -99,7 +122,7 @@ def groups_in(core: Core, state: State, path: str) -> object:
         return None
 
 
-def _counted(paths: Sequence[str]) -> str:
+def _counted(paths: Sequence[str], kind: str) -> str:
     if len(paths) == 1:
-        return f"parameter {paths[0]} is"
-    return f"{len(paths)} parameters ({', '.join(paths[:2])}{', …' if len(paths) > 2 else ''}) are"
+        return f"{kind} {paths[0]} is"
+    return f"{len(paths)} {kind}s ({', '.join(paths[:2])}{', …' if len(paths) > 2 else ''}) are"

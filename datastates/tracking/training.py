@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
+from datetime import UTC, datetime
 from functools import partial
 from typing import TYPE_CHECKING
 
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
 from datastates.capture.fence import Fence, Pending
 from datastates.capture.line import Line
@@ -20,35 +25,44 @@ from datastates.capture.plan import CopyPlan, compile_plan
 from datastates.capture.shutdown import end_later
 from datastates.content.spread import is_spread
 from datastates.content.tree import Flat, flatten
-from datastates.errors import Closed, InvalidInput, NotFound, Unavailable, Unsupported
+from datastates.errors import Closed, DatastatesError, InvalidInput, NotFound, Unavailable, Unsupported
 from datastates.lineage import endings
 from datastates.lineage.change import refs as lineage_refs
 from datastates.lineage.change import runs
-from datastates.lineage.states import State, Value
+from datastates.lineage.show.rows import kept_of
+from datastates.lineage.show.texts import kept_text
+from datastates.lineage.states import OURS, Run, State, Value
 from datastates.objects.adapters import GRADIENTS, Adapted, parts
+from datastates.objects.hyperparameters import SCHEDULED, Built, Difference, is_alike, seed, shown
 from datastates.objects.loops import LOOPS, Loops
+from datastates.objects.model_state import MODES, ModelState
+from datastates.objects.names import join
 from datastates.objects.optimizers import with_inner
 from datastates.objects.oversights import Oversights
 from datastates.objects.owned import owned
-from datastates.objects.report import RestoreReport
+from datastates.objects.report import RestoreReport, Selection
+from datastates.objects.rng import RngState
 from datastates.opening.core import Core
 from datastates.opening.environment import describe_training
 from datastates.policy.contract import CadenceChoice, Policy
 from datastates.policy.rules import Best
 from datastates.system.interrupts import undisturbed
+from datastates.system.logs import event
 from datastates.system.notices import say
 from datastates.transport.clone.groups import SoloGroup
-from datastates.upkeep.loading import restore
-from datastates.upkeep.retention import bests_at
+from datastates.upkeep.loading import load_values, restore
+from datastates.upkeep.retention import bests_at, bests_of
 
 from .companion import Companion
+from .configuration import with_used
 from .together import Together
-from .trained import go_on_training, part_at
+from .trained import go_on_training, part_at, warn_of_misfits
 
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
 
     from datastates.capture.host import Host
+    from datastates.lineage.database import Database
 
 __all__ = ["Training"]
 
@@ -62,6 +76,7 @@ class Training:
     last. ``is_driven``: ``Tracker.steps`` counts the steps. ``completes``: where another library accumulates, it tells whether the current
     batch completes a step. ``is_resumed``: the branch existed before. ``held_s``: for how long the newest capture held the training up.
     ``ranks`` track it together. ``own`` names the objects that each rank has for itself, besides those that always are its own.
+    ``takes_script``: where the script has other hyperparameters than a state, a restore puts the script's.
     """
 
     def __init__(
@@ -73,14 +88,18 @@ class Training:
         values: dict[str, object],
         cadence: Policy,
         gradients: bool,
+        frozen: bool,
         config: Mapping[str, Value],
     ) -> None:
         self.core, self.line = core, line
         self.objects, self.values = dict(objects), values
-        self.adapted = Adapted(self.objects, gradients=gradients)
+        self.adapted = Adapted(self.objects, gradients=gradients, frozen=frozen)
         outlook = self.adapted.outlook()
-        flatten({**outlook, **values})  # refuses what no state can hold
+        flatten({**outlook, **values}, is_checking=True)  # refuses what no state can hold
         self.host = core.host()
+        self.given, self.seed, self.takes_script = {**config}, seed(), True
+        self.built, self.used = Built(self.objects), dict[str, Value]()
+        self._hyperparameters = self._script = self.built.values
         self.run = line.run = describe_training(core.engage().run, line.branch, config)
         self.pending = Pending(self.host.fence)
         self.newest: str | None = None
@@ -97,14 +116,19 @@ class Training:
         self.report: RestoreReport | None = None
         self.ranks = Together(SoloGroup())
         self.own: frozenset[str] = frozenset()
+        self._loader_size: int | None = None
+        self._is_begun = self._has_loader = False
+        self._captures = 0
+        self._told_differences: set[str] = set()
         self._plan: CopyPlan | None = None
         self._is_closed = self._is_ended = self._has_given_way = False
         self._pid = os.getpid()
         self._fence = Fence(self.pending.wait)
         self._fence.install(self.adapted.optimizers, self.adapted.modules)
-        self.oversights = Oversights(self.adapted.objects, outlook, self._fence.has_stepped, has_gradients=gradients)
+        self.oversights = Oversights(self.adapted.objects, outlook, self._fence.steps_of, has_gradients=gradients)
+        self._fence.on_step = self.oversights.gradients.stepped
         self.host.open_line(line, cadence, self.adapted.size_bytes())  # the last call here that may fail
-        self._finalizer = weakref.finalize(self, _end_dropped, self.host, line, self._fence, self._pid)
+        self._finalizer = weakref.finalize(self, _end_dropped, self.host, line, self._fence, core.database, self.run.uid, self._pid)
         self._finalizer.atexit = False  # at exit the repository is closed anyway
 
     @property
@@ -116,7 +140,12 @@ class Training:
         """See ``Tracker.head``."""
         self.host.settle(self.line)
         self.heed_edits()
-        return None if self.line.tip is None else self.core.state(self.line.tip[0])
+        if self.line.tip is None:
+            return None
+        for rev in (self.line.tip[0], self.branch):  # the tip is not recorded while the lineage cannot be written
+            with suppress(NotFound):
+                return self.core.state(rev)
+        return None
 
     @property
     def cadence(self) -> CadenceChoice:
@@ -138,6 +167,13 @@ class Training:
         runs.start(session, self.run)
         self.host.begin_run(self.run)
 
+    def _begin_another_run(self, before: Run) -> None:
+        """Record what follows as another run, because other hyperparameters are in use now. The states of ``before`` keep theirs."""
+        self.run = self.line.run = replace(self.run, uid=secrets.token_hex(12), started_at=datetime.now(UTC))
+        with self.core.database.write() as session:
+            self.begin_run(session)
+            runs.finish(session, before.uid)
+
     def count_batch(self, accumulate: int) -> None:
         """Count a batch that is about to be handed out."""
         self.micro_step += 1
@@ -154,11 +190,18 @@ class Training:
         tree = {**self.adapted.tree(is_shared=own is not None, is_waiting=False), **self.values}
         if self.loops.is_used:
             tree[LOOPS] = self.loops.state_dict()
+        in_eval = "\n".join(filter(None, (model.in_eval() for _, model in self.adapted.models())))
+        if in_eval or own is not None:
+            tree[MODES] = in_eval
         return tree if own is None else owned(tree, {*own, LOOPS})
 
     def known(self) -> Flat | None:
         """The leaves of the last capture, if the next one can be expected to have the same; else None."""
         return None if self._plan is None else self._plan.flat
+
+    def kept(self) -> list[object]:
+        """What the last capture keeps, which refers to tracked tensors and modules."""
+        return [self._plan, *self.adapted.lasting, *(model.references for _, model in self.adapted.models())]
 
     def plan_for(self, flat: Flat) -> CopyPlan:
         """The plan by which these leaves are copied; the last plan again if their layout is unchanged."""
@@ -237,8 +280,11 @@ class Training:
         The script goes on where the loops are: if these stay, so does what it trains.
         """
         with undisturbed():
+            before = self.run
             with self.ranks.united("restore its part"):
                 report = self.restore(state, only=only, strict=strict, without=without)
+                if self.run.config != before.config:
+                    self._begin_another_run(before)
             if LOOPS not in without:
                 go_on_training(self.branch, self.adapted, report, is_told=self.ranks.is_first)
             self.ranks.first("move the branch", partial(self._move, state, reason), type(None))
@@ -258,27 +304,154 @@ class Training:
                     lineage_refs.move(session, self.branch, state.uid, expected=tip[0], reason=reason)
 
     def know_best(self) -> None:
-        """Tell the engine which states up to the branch's head are the best, by the metrics whose best is kept."""
-        if self.bests:
-            self.host.know_best(self.line, bests_at(self.core, self.line.tip and self.line.tip[0], self.bests))
+        """Tell the engine which states up to the branch's head are the best, by the metrics whose best is kept. By metrics for which the
+        user did not ask, only the branch's own states count."""
+        tip = self.line.tip and self.line.tip[0]
+        bests = bests_at(self.core, tip, self.bests)
+        if self.line.keeps_bests and tip is not None:
+            asked = {rule.key for rule in self.bests}
+            bests |= {rule: best for rule, best in bests_of(self.core, self.branch).items() if rule.key not in asked}
+        if bests or tip is not None:
+            self.host.know_best(self.line, bests)
 
     def restore(self, state: State, *, only: str | Sequence[str] | None, strict: bool, without: Collection[str] = ()) -> RestoreReport:
         """Restore a state into the objects, and set ``step`` to its step; the branch stays."""
         everything = {LOOPS: self.loops, **self.objects, **self.values}
-        into = {name: found for name, found in everything.items() if name not in without}
+        lines, whole = self._choose(state, only, without)
+        into = {name: found for name, found in everything.items() if name not in without and name not in whole}
         version = self.loops.version
         self.report = restore(self.core, state, into, only=only, strict=strict, group=self.ranks.group)
+        self.say_once(lines)
+        if self.takes_script:
+            self.built.put()
+        restored = set(self.report.restored)
         for optimizer in (each for tracked in self.adapted.optimizers for each in with_inner(tracked)):
             if optimizer.state:
                 optimizer._opt_called = True  # type: ignore[attr-defined]  # else schedulers warn that it never stepped
         if LOOPS in into and only is None and self.loops.version == version:
             self.loops.load_state_dict({})
+        for path, model in self.adapted.models():
+            found = {name for name in model.keys if join(path, name) in restored}
+            if only is None:
+                self._warn_of_trained(path, model, found)
+            model.keep(found)
         for line in self.report.anew if self.ranks.is_first else ():
             say(f"branch {self.branch}: {line}")
+        if self.ranks.is_first:
+            warn_of_misfits(self.branch, self.report, state.step, is_beginning=self.newest is None)
         self.values.update({key: value for key, value in self.report.values.items() if key in self.values})
         self.step, self.micro_step = state.step, state.micro_step
-        self._plan = None
+        self._plan, self._hyperparameters = None, self.built.now()
         return self.report
+
+    def _choose(self, state: State, only: str | Sequence[str] | None, without: Collection[str]) -> tuple[list[str], set[str]]:
+        """Compare the script's hyperparameters with those of a state. Returns a line for each difference, and the objects that get the
+        script's values whole.
+
+        :raises InvalidInput: a scheduler is of another class than the state's, or its schedule ends before the state.
+        """
+        wants = Selection(only).wants
+        tree = load_values(self.core, state, self.ranks.group, wants=self.built.reads) if self.built else None
+        found = self.built.compare(tree, state.config, lambda path: path.split("/")[0] not in without and wants(path))
+        if not self.takes_script:
+            self.built.check_classes()
+        lines = [self._line(each, state) for each in found]
+        lines += self.built.choose() if self.takes_script else []
+        is_continued = wants("rng") and any(isinstance(each, RngState) for name, each in self.objects.items() if name not in without)
+        before, used = state.config.get("seed"), self.built.in_use(is_chosen=self.takes_script)
+        if self.seed not in (None, before) and "world_size" in state.config:
+            mine, theirs = (f"the script (seed {shown(self.seed)})", f"state {state.uid[:10]} (seed {shown(before)})")
+            lines.append(
+                f'random numbers come from {theirs}, and not from {mine}: pass rng="script" to a fork to use the script\'s'
+                if is_continued
+                else f'random numbers come from {mine}, and not from {theirs}: pass rng="state" to use the state\'s'
+            )
+        if is_continued and (before is not None or "world_size" in state.config):
+            used["seed"] = before
+        elif self.seed is not None:
+            used["seed"] = self.seed
+        return [*lines, *self.configure(used)], {path for path in self.built.replayed if "/" not in path}
+
+    def _line(self, difference: Difference, state: State) -> str:
+        key, script, stored = difference.key, shown(difference.script), shown(difference.state)
+        if key.endswith(".lr_lambdas") and isinstance(difference.script, str):
+            until = "" if self.takes_script else ' from the next step of the schedule on: pass hyperparameters="script" to use it now'
+            return f"{key} gives {script} in the script, and gave {stored} in state {state.uid[:10]}: the script's function is used{until}"
+        if self.takes_script:
+            return f'{key} is {script}, as in the script; state {state.uid[:10]} has {stored}: pass hyperparameters="state" to use that'
+        end = ", since torch raises an error after that step" if key.endswith(".total_steps") else ""
+        return f'{key} is {stored}, as in state {state.uid[:10]}; the script has {script}: pass hyperparameters="script" to use that{end}'
+
+    def configure(self, used: Mapping[str, Value]) -> list[str]:
+        """Make the configuration of the run of what the user gave and of the values in use. Returns a line for each that is not in use."""
+        self.used = {**used, "world_size": self.ranks.size} if self.built or self.adapted.modules else {}
+        sizes = {
+            f"{path.replace('/', '.')}.batch_size": found.batch_size for path, found in parts(self.objects) if isinstance(found, DataLoader)
+        }
+        if self._loader_size is not None and not sizes:
+            sizes = {"loader.batch_size": self._loader_size}
+        recorded, lines = with_used(self.given, {**self.used, **sizes})
+        ours = {key: value for key, value in self.run.config.items() if key.startswith(OURS)}
+        self.run = self.line.run = replace(self.run, config={**recorded, **ours})
+        return lines
+
+    def settle(self, loader: object = None) -> None:
+        """Called before the first batch: record its size, and the hyperparameters that the script has set since ``track``."""
+        if self._is_begun and (loader is None or self._has_loader):
+            return
+        size = getattr(loader, "batch_size", None)
+        self._loader_size = size if isinstance(size, int) else None
+        now = {} if self._is_begun else self.built.now()
+        self._is_begun, self._has_loader = True, loader is not None
+        self._record_changes(now)
+
+    def note_capture(self) -> None:
+        """Called at each capture: record the options that the script has set since ``track``.
+
+        A rate that it sets may follow its own schedule. The rate in use is then the one with which the script built the optimizer, or the
+        one that its configuration names.
+        """
+        self._captures += 1
+        if self._captures == 2:
+            now = self.built.now()
+            rates = {
+                key: value for key, value in now.items() if key.endswith(".lr") and not is_alike(value, self._hyperparameters.get(key))
+            }
+            named = {key for key, value in rates.items() if any(is_alike(value, given) for given in self.given.values())}
+            lasting = {key: value for key, value in now.items() if key in named or not {*key.split(".")} & {*SCHEDULED}}
+            self._record_changes(lasting | {key: self._script.get(key, value) for key, value in rates.items() if key not in named})
+
+    def _record_changes(self, now: Mapping[str, Value]) -> None:
+        """Record the hyperparameters that differ from the ones after ``track``."""
+        before, changed = self.run, {key: now[key] for key in now if not is_alike(now[key], self._hyperparameters.get(key))}
+        lines = self.configure(self.used | changed)
+        self._hyperparameters, self._script = {**self._hyperparameters, **changed}, {**self._script, **changed}
+        if self.run.config != before.config:
+            self.host.begin_run(self.run)
+            with suppress(Unavailable), self.core.database.write() as session:
+                runs.configure(session, self.run)
+        self.say_once(lines)
+
+    def say_once(self, lines: Sequence[str]) -> None:
+        """Log lines that were not logged for this training."""
+        for line in dict.fromkeys(lines) if self.ranks.is_first else ():
+            if line not in self._told_differences:
+                self._told_differences.add(line)
+                _logger.warning("branch %s: %s", self.branch, line)
+
+    def _warn_of_trained(self, path: str, model: ModelState, restored: set[str]) -> None:
+        """Log a warning if the restored state leaves out parameters that are trained here: they keep the values that they have."""
+        assert self.report is not None
+        known = {id(model.whole[name]) for name in restored}  # of a tied tensor one name is enough
+        others = {*self.report.missing, *(each.path for each in self.report.mismatched)}
+        lost = [join(path, name) for name in sorted(model.trained or ()) if name in model.whole and id(model.whole[name]) not in known]
+        lost = [name for name in lost if name not in others]
+        if restored and lost and self.ranks.is_first:
+            _logger.warning(
+                "branch %s: %s parameters, such as %s, are frozen in the state that was restored, which leaves them out, and trained"
+                " here: they keep their values; make the model again, frozen as it was then",
+                self.branch, len(lost), lost[0],
+            )  # fmt: skip
 
     # --- the end -------------------------------------------------------------------------------------------------------------
 
@@ -288,15 +461,17 @@ class Training:
         return not self._is_ended and self._pid == os.getpid()
 
     def close(self, error: BaseException | None = None) -> None:
-        """Remove the hooks and make the branch's head durable; idempotent. ``error`` is the one that ended the training, if any.
+        """Remove the hooks and make the branch's head durable; idempotent. ``error`` is the one that ended the training, if any. After an
+        error, also one that is being handled, parts of other ranks are waited for at most 3 s.
 
         :raises DatastatesError: (or another error of the background) the last captures could not be recorded.
         """
         if not self.is_living:
             return
         self._is_closed = True
-        self.host.close_line(self.line)
+        self.host.close_line(self.line, is_failing=error is not None or sys.exc_info()[1] is not None)
         self._fence.remove()
+        self.oversights.gradients.unhook()
         self.core.trainings.discard(self)  # the repository may outlive the models, and must not keep them alive
         self.core.drain()
         self.forget_layout()  # it keeps captured tensors and places in memory alive
@@ -306,11 +481,20 @@ class Training:
             with suppress(Unavailable, NotFound), self.core.database.write() as session:  # its process finishes the run at the latest
                 runs.note(session, self.run.uid, {**facts_of(self.line), **endings.facts_of(error, self.step)})
                 runs.finish(session, self.run.uid)
+            self._tell_what_is_kept()
         self._is_ended = True  # an interrupt before this: the next call goes on
         self._finalizer.detach()
         self._part(error)
         self.heed_edits()
         self.raise_background_error()
+
+    def _tell_what_is_kept(self) -> None:
+        """Log how many of the captured states can be restored."""
+        with suppress(Unavailable), self.core.database.read() as session:
+            captured, restorable, size = kept_of(session, self.run.uid)
+            if captured:
+                ended = event("training.ended", branch=self.branch, captured=captured, restorable=restorable, bytes=size)
+                _logger.info("branch %s: %s", self.branch, kept_text(captured, restorable, size), extra=ended)
 
     def _part(self, error: BaseException | None) -> None:
         """Tell the companions of the end."""
@@ -336,6 +520,7 @@ class Training:
     def give_up(self) -> None:
         """Undo a training that never began: nothing was captured."""
         self._fence.remove()
+        self.oversights.gradients.unhook()
         self.host.close_line(self.line)
 
 
@@ -357,7 +542,14 @@ def _found(objects: Mapping[str, object]) -> list[object]:
     return [found for _, found in parts(objects)]
 
 
-def _end_dropped(host: Host, line: Line, fence: Fence, pid: int) -> None:
+def _end_dropped(host: Host, line: Line, fence: Fence, database: Database, run: str, pid: int) -> None:
     """End a training that was dropped without a close; runs on whichever thread collected it."""
     fence.is_over = True
-    end_later(partial(host.close_line, line), pid)
+    end_later(partial(_release, host, line, database, run), pid)
+
+
+def _release(host: Host, line: Line, database: Database, run: str) -> None:
+    """Release the branch of a training that was dropped. Where that cannot be recorded, the end of its process is."""
+    host.close_line(line)
+    with suppress(DatastatesError), database.write() as session:
+        runs.finish(session, run)

@@ -16,12 +16,15 @@ from dataclasses import dataclass, field
 
 from datastates.content.manifest import CHUNK_BYTES, Manifest
 from datastates.errors import Corrupt, NotFound, Unavailable
+from datastates.lineage.change import folders
 from datastates.lineage.change.clones import known
 from datastates.lineage.change.parts import part_digest, waiting
 from datastates.lineage.change.replicas import held
 from datastates.lineage.search.leftovers import held_on
 from datastates.opening.chronicle import chronicles
 from datastates.opening.core import Core
+from datastates.opening.home import identity
+from datastates.store.index import ChunkIndex
 from datastates.store.pack import places_of
 from datastates.store.roles import DurableTier
 from datastates.system.interrupts import checkpoint
@@ -53,9 +56,9 @@ class VerifyReport:
     """What a check of everything found. ``states`` counts the states of which a manifest was read, ``bytes`` the payload that was read.
 
     ``unread`` is what may be sound but cannot be read here: manifests of a newer version, files without permission, things that are not
-    files; and damaged parts of the chronicle, from which the lineage would be rebuilt. ``mark`` is the uid to continue from (``since``) if
-    the check was ended early; None if it finished. ``partial`` says in words what waits for parts of other ranks: such states enter the
-    lineage once they are whole, and cannot be restored before.
+    files. It also names damaged files that no state needs: the chronicle, the index of chunks and the identity of the folder. ``mark`` is
+    the uid to continue from (``since``) if the check was ended early; None if it finished. ``partial`` says in words what waits for parts
+    of other ranks: such states enter the lineage once they are whole, and cannot be restored before.
     """
 
     states: int
@@ -126,7 +129,7 @@ class _Run:
         waiting: deque[_Task] = deque()
         last: str | None = None
         if self._limits.since is None:
-            self._unread += _damaged_chronicles(self._core)
+            self._unread += _damaged_beside(self._core)
         pool = ThreadPoolExecutor(threads, thread_name_prefix="datastates-verify")
         try:
             for uid, rank in self._names():
@@ -255,15 +258,24 @@ def _tensors(manifest: Manifest, index: int) -> tuple[str, ...]:
     return tuple(place.spec.path for place in places_of(bytes(manifest.content.tensors)) if place.start < end and place.end > start)
 
 
-def _damaged_chronicles(core: Core) -> list[str]:
-    """The damage in the folder's chronicles of its lineages."""
+def _damaged_beside(core: Core) -> list[str]:
+    """The damage in the files that belong to the folder as a whole: the chronicles of its lineages, the index of chunks, the identity."""
+    packs, tier = core.location.packs, core.tiers.durable
     try:
-        found = chronicles(core.location.packs)
-    except Unavailable as exc:
+        told, count, uid = chronicles(packs), ChunkIndex(packs).damaged(), identity(packs)
+    except (OSError, Unavailable) as exc:
         return [str(exc)]
-    return [
+    said = [
         f"the chronicle of lineage {each.lineage} ({each.rotten_bytes} bytes of it are damaged): `datastates repair` writes that of this "
         "lineage anew"
-        for each in found
+        for each in told
         if each.rotten_bytes
+    ]
+    if count:
+        said.append(f"{packs}/.chunks ({count} entries are damaged): delete it, and it is made anew from the manifests")
+    with core.database.read() as session:
+        here = {*tier.parts()}.difference(held_on(session, tier=tier.name, node=uid or ""))
+        others = [other for other in folders.at(session, packs) if here.intersection(held_on(session, tier=tier.name, node=other))]
+    return said + [
+        f"{packs}/.identity says {uid}, but its states lie in folder {other}: if it is that folder, write that" for other in others
     ]

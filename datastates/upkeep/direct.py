@@ -21,6 +21,7 @@ from datastates.errors import Corrupt
 from datastates.objects import dirty
 from datastates.objects.adapters import Adapted
 from datastates.objects.homes import Home, live_homes, wait_for_copies
+from datastates.objects.model_state import MODES
 from datastates.objects.redivision import Redivision
 from datastates.objects.report import RestoreReport, Target
 from datastates.objects.restore import check_into, reads, write
@@ -66,7 +67,7 @@ def restore_from(
     wants, specs, adapted = own.reads(reads(into, only)), specs_of(reader), Adapted(into)
     check = partial(check_into, into, only=only, strict=strict, adapted=adapted)
     homes, spread = dict[int, Home](), dict[int, torch.Tensor]()
-    is_pouring = isinstance(reader, SupportsPouring) and _size(specs, wants) >= _WORTH_BYTES
+    is_pouring = isinstance(reader, SupportsPouring) and sum(bytes_of(spec) for spec in specs if wants(spec.path)) >= _WORTH_BYTES
     copies = dict[int, tuple[Home, torch.Tensor]]()
     if is_pouring or has_spread(adapted) or meeting is not None or near:
         with torch.inference_mode(False):
@@ -98,7 +99,7 @@ def restore_from(
     if meeting is not None:
         meeting.meet()
     report = replace(write(findings), notes=tuple(own.notes))
-    return with_trained(report, adapted, {spec.path: spec.requires_grad for spec in specs})
+    return with_trained(report, adapted, {spec.path: spec.requires_grad for spec in specs}, tree.get(MODES))
 
 
 def _fill(fill: Callable[[], None], into: Mapping[str, object], homes: Sequence[Home]) -> None:
@@ -121,7 +122,8 @@ def _homes(specs: Sequence[TensorSpec], tensors: Sequence[torch.Tensor | None], 
     Stored tensors that are not written into live ones are handed over, or loaded, before these are filled. So a stored tensor that is also
     wanted in that way has no home.
     """
-    index_of = {id(tensor): index for index, tensor in enumerate(tensors) if tensor is not None and _may_have_home(specs[index])}
+    pairs = enumerate(zip(tensors, specs, strict=True))
+    index_of = {id(tensor): i for i, (tensor, spec) in pairs if tensor is not None and spec.alias is None and is_whole(spec)}
     homes = live_homes(targets, index_of, specs)
     written = Counter(id(target.stored) for target in targets)
     wanted = Counter(id(tensor) for tensor in tensors if tensor is not None)
@@ -143,11 +145,3 @@ def _beside(live: torch.Tensor, near: Sequence[Snapshot], spec: TensorSpec) -> t
     """The contents for a live tensor, if they lie on the same device."""
     piece = piece_of(near, spec) if near and devices().is_on(live) else None
     return piece if piece is not None and devices().of(piece) == devices().of(live) else None
-
-
-def _size(specs: Sequence[TensorSpec], wants: Callable[[str], bool]) -> int:
-    return sum(bytes_of(spec) for spec in specs if wants(spec.path))
-
-
-def _may_have_home(spec: TensorSpec) -> bool:
-    return spec.alias is None and is_whole(spec)

@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from datastates.lineage.change import folders
 from datastates.lineage.change.withdraw import withdraw
 from datastates.lineage.search.holders import holder
 from datastates.opening.core import Core
 from datastates.store.tiers import CAPTURED, DURABLE, VOLATILE
-
-if TYPE_CHECKING:
-    from sqlalchemy.orm import Session
-
 
 __all__ = ["evict"]
 
@@ -35,16 +28,9 @@ def evict(core: Core, uid: str, *, is_forced: bool = False) -> int:
     with core.database.read() as session:
         is_shared = uid in core.home.neighbours.naming(session, [uid])
     with core.database.write(durable=True) as session:
-        withdraw(session, uid, _places(core, session, uid), volatile=VOLATILE, is_forced=is_forced)
+        places = [(CAPTURED, holder(core.node, core.run_uid)), (DURABLE, core.home.check_writable())]
+        withdraw(session, uid, places, volatile=VOLATILE, is_forced=is_forced)
         if running is not None:
             running.check_withdrawal(uid)  # the last step that may refuse
     freed = 0 if running is None else running.withdraw(uid)
     return freed if is_shared else freed + core.tiers.durable.remove(uid)
-
-
-def _places(core: Core, session: Session, uid: str) -> list[tuple[str, str]]:
-    """The places at which this process and this folder of packs hold a state, as the lineage names them."""
-    home = core.home
-    hosts = [host for host in folders.hosts_of_state(session, uid, tier=DURABLE) if home.is_beside or host == core.node]
-    disks = [home.check_writable(), *hosts]
-    return [(CAPTURED, holder(core.node, core.run_uid)), *((DURABLE, disk) for disk in disks)]

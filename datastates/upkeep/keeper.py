@@ -3,6 +3,9 @@
 A pass runs after states became durable, at least ``LEAST_S`` after the one before, and seldom enough to take at most a fiftieth of the
 time. If only a bound has to hold, no pass runs before states have come near it. A full disk starts a pass at once. The training
 never waits for a pass, and no error of a pass reaches it: the error is logged, and the next pass tries again.
+
+A clock that is wrong must not delete states. A pass drops at most a tenth of the states because of their age alone. It drops none within an
+hour after the wall clock was set, or after a start at which the newest state was far from the present.
 """
 
 from __future__ import annotations
@@ -14,16 +17,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from datastates.errors import DatastatesError
+from datastates.lineage.search import retained
+from datastates.lineage.show.texts import size_text
 from datastates.opening.core import Core
-from datastates.policy.decisions import Policies, decide
-from datastates.policy.retention import Retention, retention_of
+from datastates.policy.decisions import Decision, Policies, decide_gradually
+from datastates.policy.retention import DEFAULT, Retention, retention_of
 from datastates.policy.rules import All
 from datastates.system.bell import Latch
 from datastates.system.interrupts import undisturbed
 from datastates.system.logs import event
 from datastates.system.seldom import Seldom
 
-from .retention import Grounds, Pruned, carry_out, half_of_room, reckoned, survey, taking_turns, told_policies
+from .retention import Grounds, Pruned, Survey, budget, carry_out, half_of_room, reckoned, survey, taking_turns, told_policies
 
 __all__ = ["LEAST_S", "Keeper", "beside", "keep"]
 
@@ -45,20 +50,29 @@ _BESIDE = 16 << 10
 _LAST_S = 5.0
 """The most seconds that the last pass takes when the repository is closed, apart from the batch that is under way then."""
 
+_AGED = 10  # a pass drops at most a tenth of the states because of their age alone, and at least one
+_SET_S = 60.0  # the wall clock was set if it gained or lost more than this against the clock since boot between two passes
+_AWAY_S = 30 * 86_400.0  # the clock is doubted if the newest state is older than this when a process starts
+_STEADY_S = 3600.0  # for how long a clock in doubt must run steadily before it counts
+
 _PATIENCE_S = 20.0
 """How many seconds the end waits for a pass."""
 
 
-def keep(core: Core, branch: str, asked: Retention | None) -> None:
-    """Apply what a training asked for its branch, or what is configured, until the repository is closed."""
+def keep(core: Core, branch: str, asked: Retention | None, state_bytes: int) -> str:
+    """Apply what a training asked for its branch, or what is configured, until the repository is closed; returns the bound in words.
+
+    ``state_bytes`` is the approximate size of the training's states.
+    """
     belongings = core.engage()
     if not isinstance(belongings.keeper, Keeper):
         belongings.keeper = keeper = Keeper(Grounds.of(core), retention_of(core.config.retention))
         belongings.host.when_durable(keeper.on_durable)
         belongings.host.when_full(keeper.on_full)
-        if keeper.retention != Retention.all():
+        if core.config.retention not in (DEFAULT, Retention.all()):
             _logger.info("states on disk are kept by %r%s", str(core.config.retention), keeper.said)
-    belongings.keeper.follow(branch, asked)
+    belongings.keeper.follow(branch, asked, state_bytes)
+    return belongings.keeper.said
 
 
 def beside(told: Mapping[str, Retention], configured: Retention, asked: Mapping[str, Retention | None]) -> Policies:
@@ -77,25 +91,35 @@ class Keeper:
         self._grounds = grounds
         stored = grounds.durable.bytes_stored
         self._half = max(stored, half_of_room(grounds.home.path, stored))
-        self.retention = configured.bounded(self._half) if configured.bound == "half" else configured
+        self._state_bytes = 0
+        self._configured = Policies(configured)
+        self.retention = self._reckoned(self._configured).default
         self.report: Pruned | None = None
         self.error: Exception | None = None
         self._asked: dict[str, Retention | None] = {}
         self._taken, self._added, self._is_choosing = stored, 0, False
         self._next_at = 0.0
+        with grounds.database.read() as session:
+            newest = (retained.newest_at(session) or 0) / 1e6
+        is_near = not newest or -_SET_S < time.time() - newest < _AWAY_S
+        self._offset, self._doubted_until = (time.time() if is_near else newest) - _since_boot_s(), 0.0
         self._over, self._lock = Latch(), threading.Lock()
         self._thread: threading.Thread | None = None
 
+    def _reckoned(self, policies: Policies) -> Policies:
+        return reckoned(policies, budget(self._half, self._state_bytes))
+
     @property
     def said(self) -> str:
-        """The bound in words, if it was computed."""
+        """The bound in words."""
         bound = self.retention.bound
-        return f"; when they take more than {bound} bytes, older ones are thinned" if isinstance(bound, int) else ""
+        return f"; the oldest are thinned beyond {size_text(bound).replace('.0 ', ' ')}" if isinstance(bound, int) else ""
 
-    def follow(self, branch: str, asked: Retention | None) -> None:
-        """Note that a training of this process begins on a branch, and what it asked for."""
+    def follow(self, branch: str, asked: Retention | None, state_bytes: int = 0) -> None:
+        """Note that a training of this process begins on a branch, what it asked for, and about how large its states are."""
         with self._lock:
-            self._asked[branch] = asked
+            self._asked[branch], self._state_bytes = asked, max(self._state_bytes, state_bytes)
+            self.retention = self._reckoned(self._configured).default
             self._is_choosing = any(_chooses(each or self.retention.bounded(None)) for each in self._asked.values())
 
     def on_durable(self, added: int) -> None:
@@ -139,6 +163,13 @@ class Keeper:
             self._start(lambda: self._try(lambda: time.monotonic() - since > _LAST_S))
             self._join()
 
+    def _within_bound(self, is_over: Callable[[], bool]) -> None:
+        """Run passes until the folder is within its bound, or nothing more can go: packs keep bytes of dropped states up to a point."""
+        while (report := self._pass(is_over)) is not None:
+            self.report, bound = report, self.retention.bound
+            if not (report.dropped and isinstance(bound, int) and self._taken > bound) or is_over():
+                return
+
     def _join(self) -> None:
         thread = self._thread
         if thread is not None:
@@ -163,8 +194,8 @@ class Keeper:
 
     def _try(self, is_over: Callable[[], bool]) -> None:
         try:
-            report = self._pass(is_over)
-            self.report, self.error = report or self.report, None
+            self._within_bound(is_over)
+            self.error = None
         except Exception as exc:  # whatever it is, the training goes on
             self.error = exc
             _logger.warning(
@@ -182,14 +213,14 @@ class Keeper:
                 return None
             with self._lock:
                 added, asked = self._added, dict(self._asked)
-            policies = reckoned(beside(told_policies(grounds), self.retention, asked), lambda: self._half)
+            policies = self._reckoned(beside(told_policies(grounds), self.retention, asked))
             found = survey(grounds, policies)
             bound = policies.default.bound
             if isinstance(bound, int) and found.bytes > bound:
                 policies = replace(policies, default=policies.default.bounded(bound - bound // _ROOM))
-            report = carry_out(grounds, held, found, policies, decide(found.facts, policies, time.time()), is_over=is_over)
+            report = carry_out(grounds, held, found, policies, self._decided(found, policies), is_over=is_over)
         with self._lock:
-            self._taken = report.bytes_after
+            self._taken = sum({name: size for files in grounds.durable.files().values() for name, size in files}.values())
             if not is_over():  # else it may have been broken off, and the last pass makes up for it
                 self._added = max(0, self._added - added)
         if report.dropped:
@@ -199,6 +230,27 @@ class Keeper:
             )
             _logger.info("retention: %s", report, extra=done)
         return report
+
+    def _decided(self, found: Survey, policies: Policies) -> list[Decision]:
+        """Decide on each state. While the clock is in doubt, no state is dropped because of its age."""
+        ticks, was_doubted = _since_boot_s(), self._doubted_until
+        gained, self._offset = time.time() - ticks - self._offset, time.time() - ticks
+        if abs(gained) > _SET_S:
+            self._doubted_until = ticks + _STEADY_S
+        most = 0 if ticks < self._doubted_until else max(1, len(found.facts) // _AGED)
+        decisions, stay = decide_gradually(found.facts, policies, time.time(), most)
+        if stay and self._doubted_until != was_doubted:
+            _logger.warning(
+                "retention keeps %d states that are too old for it: the clock moved by %+.1f days since the last pass or the newest state."
+                " They are dropped after an hour in which the clock is steady: check the date of this machine",
+                *(stay, gained / 86_400),
+            )
+        return decisions
+
+
+def _since_boot_s() -> float:
+    """The monotonic clock, if possible that one which also runs while the machine is suspended."""
+    return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
 def _chooses(policy: Retention) -> bool:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +27,7 @@ from .salvage import naming_a_way_on
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["device_of", "load", "restore", "verify"]
+__all__ = ["device_of", "load", "load_values", "restore", "verify"]
 
 
 def device_of(value: object, what: str) -> torch.device:
@@ -72,11 +73,13 @@ def restore(
     for training in list(core.trainings):
         training.fence()
     if group is not None and group.size > 1:
-        return _restore_together(core, state, into, group, only=only, strict=strict)
+        report = _restore_together(core, state, into, group, only=only, strict=strict)
+        return replace(report, state=state.uid, step=state.step)
     own, host = Redivision(state.world_size, 0, 1), core.running
     snapshots = nullcontext(()) if host is None else host.snapshots.reading(state.uid, state.digest)
     with undisturbed(), naming_a_way_on(core, state), core.open_payload(state, rank=own.source) as reader, snapshots as near:
-        return restore_from(reader, into, only=only, strict=strict, own=own, near=near)
+        report = restore_from(reader, into, only=only, strict=strict, own=own, near=near)
+    return replace(report, state=state.uid, step=state.step)
 
 
 def _restore_together(
@@ -91,6 +94,19 @@ def _restore_together(
         _check_same(state, meeting)
         reader = stack.enter_context(open_shared(meeting, state.uid, state.world_size, opened, rank=own.source))
         return restore_from(of_state(reader, state), into, only=only, strict=strict, own=own, meeting=meeting)
+
+
+def load_values(core: Core, state: State, group: Group, *, wants: Callable[[str], bool]) -> Any:
+    """The state's tree with its plain values, and with the tensors at the paths that are wanted if this process is alone. Collective."""
+    if group.size == 1:
+        with undisturbed(), naming_a_way_on(core, state), core.open_payload(state) as reader:
+            return read_tree(reader, wants=wants)
+    own, meeting = Redivision(state.world_size, group.rank, group.size), Meeting(group, f"read state {state.uid}")
+    opened = partial(core.tiers.open_part, state, verify=core.config.verify)
+    with meeting.united(), undisturbed(), naming_a_way_on(core, state), ExitStack() as stack:
+        _check_same(state, meeting)
+        reader = stack.enter_context(open_shared(meeting, state.uid, state.world_size, opened, rank=own.source))
+        return read_tree(reader, wants=lambda path: False)
 
 
 def _check_same(state: State, meeting: Meeting) -> None:

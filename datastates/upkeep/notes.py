@@ -18,7 +18,7 @@ class Notes:
     """The notes of a repository, ``repo.notes``.
 
         note = repo.notes.write("Diverges *after* the warm-up.", state="main")
-        repo.notes.edit(note.uid, "Diverges after step 400.")
+        repo.notes.edit(note, "Diverges after step 400.")
         print([note.text for note in repo.notes])
 
     Iterating yields all of them, newest first.
@@ -49,23 +49,26 @@ class Notes:
         with self._core.reading() as session:
             return notes.notes(session, state=uid, branch=branch)
 
-    @values.takes(uid=values.text, text=values.text)
-    def edit(self, uid: str, text: str) -> Note:
-        """Change the text of a note.
+    @values.takes(text=values.text)
+    def edit(self, note: Note | str, text: str) -> Note:
+        """Change the text of a note. A note that is named by its uid is changed whatever it reads.
 
         :raises NotFound: there is no such note.
+        :raises Conflict: somebody edited the note since it was read.
         """
+        uid, seen = _named(note)
         with self._core.writing() as session:
-            return notes.edit(session, uid, text)
+            return notes.edit(session, uid, text, seen=seen)
 
-    @values.takes(uid=values.text)
-    def delete(self, uid: str) -> Note:
-        """Delete a note for good; returns the note.
+    def delete(self, note: Note | str) -> Note:
+        """Delete a note for good; returns the note. A note that is named by its uid is deleted whatever it reads.
 
         :raises NotFound: there is no such note.
+        :raises Conflict: somebody edited the note since it was read.
         """
+        uid, seen = _named(note)
         with self._core.writing() as session:
-            return notes.remove(session, uid)
+            return notes.remove(session, uid, seen=seen)
 
     def __iter__(self) -> Iterator[Note]:
         with self._core.reading() as session:
@@ -73,3 +76,7 @@ class Notes:
 
     def __repr__(self) -> str:
         return f"<Notes of {self._core.location}>"
+
+
+def _named(note: Note | str) -> tuple[str, Note | None]:
+    return (note.uid, note) if isinstance(note, Note) else (values.text(note, "the note"), None)

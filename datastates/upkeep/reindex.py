@@ -30,7 +30,6 @@ from datastates.opening.home import identity
 from datastates.opening.lease import held_in
 from datastates.opening.location import DATABASE, Location, locate
 from datastates.store.files import sync_folder
-from datastates.store.placing import own_bytes
 from datastates.store.roles import DurableTier
 from datastates.store.tiers import VOLATILE, packs_in
 from datastates.system.interrupts import checkpoint, undisturbed
@@ -298,7 +297,7 @@ def _mark(session: Session, source: _Source, told: Retelling) -> int:
             continue
         count += 1
         for rank, manifest in enumerate(of_it):
-            mark(session, uid, tier.gives, tier=tier.name, node=node, rank=rank, bytes=own_bytes(manifest))
+            mark(session, uid, tier.gives, tier=tier.name, node=node, rank=rank, bytes=manifest.bytes_new)
             if size > 1:
                 parts.append((uid, rank, size, manifest.digest, manifest.origin.created_at_us))
     rebuild.put_parts(session, parts, tier=tier.name, node=node)

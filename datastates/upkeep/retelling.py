@@ -6,13 +6,11 @@ the newest earlier state of its branch, which is an ancestor unless the branch w
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 
-from datastates.content.digest import root_digest
 from datastates.content.manifest import Manifest
 from datastates.errors import DatastatesError
 from datastates.lineage.change.rebuild import new_state
@@ -29,12 +27,12 @@ from datastates.lineage.chronicle import (
     StateLine,
     VariantLine,
 )
-from datastates.lineage.states import EdgeKind, RefKind, Status
+from datastates.lineage.states import RefKind
+from datastates.modules.entry import lines_of
 from datastates.opening.chronicle import Chronicle
 
 __all__ = ["Retelling", "retell"]
 
-_UID = re.compile("[0-9a-f]{24}")
 _REINDEXED = "capture (found by reindex)"
 
 
@@ -77,7 +75,7 @@ def retell(chronicle: Chronicle | None, manifests: Mapping[tuple[str, int], Mani
     told.events = [events[id_] for id_ in sorted(events)]
     _tell_the_rest(told, () if chronicle is None else chronicle.entries)
     _say_what_is_lacking(told, chronicle)
-    found = {line.uid: (line, branch) for line, branch in _of_manifests(manifests) if line.uid not in states}
+    found = {line.uid: (line, branch) for line, branch in lines_of(manifests) if line.uid not in states}
     _add(told, states, _in_order(found), is_whole=chronicle is not None)
     told.states = _parents_first(told, states)
     _know_runs(told, runs)
@@ -86,7 +84,7 @@ def retell(chronicle: Chronicle | None, manifests: Mapping[tuple[str, int], Mani
 
 
 def _annotated(state: StateLine, changed: AttributesLine) -> StateLine:
-    return msgspec.structs.replace(state, attributes=changed.attributes)
+    return msgspec.structs.replace(state, attributes=changed.attributes, metrics=changed.metrics)
 
 
 def _tell_the_rest(told: Retelling, entries: Sequence[Entry]) -> None:
@@ -100,40 +98,11 @@ def _tell_the_rest(told: Retelling, entries: Sequence[Entry]) -> None:
 def _say_what_is_lacking(told: Retelling, chronicle: Chronicle | None) -> None:
     if chronicle is None:
         told.lacking.append(
-            "the folder has no chronicle, as those of earlier versions: tags, notes, configurations, seals, clones, studies, states that "
+            "the folder has no chronicle: tags, notes, configurations, seals, clones, studies, states that "
             "were only in memory, and where branches were moved by hand are not known"
         )
     elif chronicle.damaged_bytes:
         told.lacking.append(f"{chronicle.damaged_bytes} bytes of the chronicle are damaged: what they told is lost")
-
-
-def _of_manifests(manifests: Mapping[tuple[str, int], Manifest]) -> Iterable[tuple[StateLine, str | None]]:
-    """Every state of which all parts are here, and its branch."""
-    for (uid, rank), first in manifests.items():
-        size = first.origin.world_size
-        parts = [manifests[uid, each] for each in range(size) if (uid, each) in manifests] if rank == 0 else []
-        if len(parts) != size or not _UID.fullmatch(uid):
-            continue
-        origin = first.origin
-        total = sum(chunk.length for part in parts for chunk in part.content.chunks)
-        line = StateLine(
-            uid=uid,
-            digest=root_digest([part.digest for part in parts], origin.parent_digests),
-            parent=origin.parents[0] if origin.parents else None,
-            edges=tuple((parent, EdgeKind.MERGE.value, 1.0) for parent in origin.parents[1:]),
-            run=origin.run,
-            step=origin.step,
-            micro_step=origin.micro_step,
-            created_at=origin.created_at_us,
-            message=origin.message,
-            metrics=origin.metrics,
-            attributes=origin.attributes,
-            status=Status.EVICTED.value,
-            bytes_total=total,
-            bytes_new=0,
-            world_size=size,
-        )
-        yield line, origin.branch
 
 
 def _in_order(found: Mapping[str, tuple[StateLine, str | None]]) -> list[tuple[StateLine, str | None]]:

@@ -14,35 +14,38 @@ from __future__ import annotations
 import logging
 import shutil
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 from datastates.capture.host import Host
 from datastates.errors import Conflict, InvalidInput, NotFound, Unavailable
 from datastates.lineage.change import replicas
+from datastates.lineage.change.refs import delete
 from datastates.lineage.change.withdraw import take_turns, withdraw_all
 from datastates.lineage.database import Database
-from datastates.lineage.lookup import id_of, states
+from datastates.lineage.lookup import id_of, ids_of, states
 from datastates.lineage.search import retained, revision
 from datastates.lineage.search.holders import holder
-from datastates.lineage.search.refs import refs
+from datastates.lineage.search.refs import get, refs
+from datastates.lineage.show.goals import Direction, named_direction
+from datastates.lineage.show.rows import metrics_of
+from datastates.lineage.show.texts import plural
 from datastates.lineage.states import RefKind, Status
 from datastates.opening.core import Core
 from datastates.opening.home import Home
+from datastates.opening.life import check_idle
 from datastates.policy.decisions import Decision, Ledger, Policies, decide
 from datastates.policy.retention import Retention, retention_of
-from datastates.policy.rules import Best, Fact
+from datastates.policy.rules import EACH, Best, Fact
+from datastates.store.files import next_step
 from datastates.store.roles import DurableTier
 from datastates.store.tiers import VOLATILE
 from datastates.system.interrupts import undisturbed
 from datastates.system.locks import Held, hold
-
-if TYPE_CHECKING:
-    from sqlalchemy.orm import Session
 
 __all__ = [
     "KEY",
@@ -51,13 +54,17 @@ __all__ = [
     "Pruned",
     "Survey",
     "bests_at",
+    "bests_of",
+    "budget",
     "carry_out",
+    "drop_ref",
     "half_of_room",
     "prune",
     "reckoned",
     "survey",
     "taking_turns",
     "told_policies",
+    "untold",
 ]
 
 _logger = logging.getLogger(__name__)
@@ -67,6 +74,7 @@ KEY = "datastates.retention"
 
 _LOCK = ".prune"
 _BATCH = 128
+_BUDGET_BYTES, _BUDGET_STATES = 20 << 30, 8
 _PATIENCE_S = 60.0
 _ASK_AGAIN_S = 0.05
 
@@ -119,7 +127,7 @@ class Pruned:
 
     def __str__(self) -> str:
         would = "would drop" if self.is_dry_run else "dropped"
-        return f"{would} {len(self.dropped)} states and {self.bytes_freed} bytes, {sum(self.kept.values())} states stay ({self.policy})"
+        return f"{would} {plural(len(self.dropped), 'state')} and {self.bytes_freed} bytes, kept {sum(self.kept.values())} ({self.policy})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +143,11 @@ class Survey:
         return Ledger(self.facts).bytes
 
 
-def prune(core: Core, policy: Retention | None = None, *, dry_run: bool = False) -> Pruned:
+def untold(done: int, total: int) -> None:
+    """Nobody watches."""
+
+
+def prune(core: Core, policy: Retention | None = None, *, dry_run: bool = False, tell: Callable[[int, int], None] = untold) -> Pruned:
     """Drop the states of all branches that a policy does not keep; see ``Repository.prune``."""
     core.check_open()
     core.settle()
@@ -148,18 +160,57 @@ def prune(core: Core, policy: Retention | None = None, *, dry_run: bool = False)
         return Policies(policy, bests)
 
     if dry_run:
-        return _planned(*_decided(grounds, policies))
+        return _planned(*_decided(grounds, policies, tell))
+    with _turn(core) as held:
+        return carry_out(grounds, held, *_decided(grounds, policies, tell), tell=tell)
+
+
+def drop_ref(core: Core, name: str, *, dry_run: bool = False) -> Pruned:
+    """Delete a branch or a tag, and drop the bytes of the states that only it leads to; see ``Repository.delete_ref``.
+
+    The name is deleted first. After a crash, no name leads to the states that still have their bytes, and ``prune`` may drop them.
+    """
+    core.check_open()
+    core.settle()
+    grounds, policies = Grounds.of(core), Policies(Retention.all())
+    with nullcontext() if dry_run else _turn(core) as held:
+        with core.database.read() if dry_run else core.writing() as session:
+            get(session, name)  # raises if there is none
+            check_idle(session, name, core.home)
+            own = retained.only_of(session, name)
+            found = survey(grounds, policies, own=own)
+            if not dry_run:
+                delete(session, name, reason="delete with its bytes")
+        decisions = [
+            Decision(fact, fact.held is not None, fact.held or f"only {name} leads to it")
+            if found.ids[fact.uid] in own
+            else Decision(fact, True, "another name or nothing leads to it")
+            for fact in found.facts
+        ]
+        done = _planned(found, policies, decisions) if held is None else carry_out(grounds, held, found, policies, decisions)
+    return replace(done, policy=f"delete {name}")
+
+
+@contextmanager
+def _turn(core: Core) -> Iterator[Held]:
+    """Prune alone.
+
+    :raises Unavailable: another process goes on pruning, or nothing may be written.
+    """
     core.home.check_writable()
     with taking_turns(core.home.path, _PATIENCE_S) as held:
         if held is None:
             raise Unavailable(f"another process has been pruning {core.home.path} for {_PATIENCE_S:.0f} s: wait for it, and try again")
-        return carry_out(grounds, held, *_decided(grounds, policies))
+        yield held
 
 
-def _decided(grounds: Grounds, policies: Callable[[Mapping[str, Retention]], Policies]) -> tuple[Survey, Policies, list[Decision]]:
+def _decided(
+    grounds: Grounds, policies: Callable[[Mapping[str, Retention]], Policies], tell: Callable[[int, int], None]
+) -> tuple[Survey, Policies, list[Decision]]:
     chosen = policies(told_policies(grounds))
-    found = survey(grounds, chosen)
-    chosen = reckoned(chosen, lambda: half_of_room(grounds.home.path, found.bytes))
+    found = survey(grounds, chosen, tell=tell)
+    largest = max((sum(size for _, size in fact.files) for fact in found.facts), default=0)
+    chosen = reckoned(chosen, budget(half_of_room(grounds.home.path, found.bytes), largest))
     return found, chosen, decide(found.facts, chosen, time.time())
 
 
@@ -180,43 +231,57 @@ def told_policies(grounds: Grounds) -> dict[str, Retention]:
     return found
 
 
-def survey(grounds: Grounds, policies: Policies) -> Survey:
-    """What the folder holds, with the facts for which the policies ask."""
+def survey(grounds: Grounds, policies: Policies, *, own: Collection[int] = (), tell: Callable[[int, int], None] = untold) -> Survey:
+    """What the folder holds, with the facts for which the policies ask. No name counts on the states ``own``, by row id.
+
+    It is read in many short transactions, so ``withdraw_all`` looks again at what is to go. ``tell`` is told how many of the folder's
+    states were read.
+    """
     node, tier = grounds.home.uid or "", grounds.durable.name
-    keys = {rule.key for policy in (policies.default, *policies.own.values()) for rule in policy.bests}
-    files = grounds.durable.files()
+    keys = {rule.key for policy in (policies.default, *policies.own.values()) for rule in policy.rules if isinstance(rule, Best)}
+    if EACH in keys:
+        with grounds.database.read() as session:
+            keys |= {key for key in metrics_of(session) if named_direction(key) is not None}
+    files, found = grounds.durable.files(), list[retained.Durable]()
+    for page in retained.durable(grounds.database, tier=tier, node=node, keys=keys):
+        found += page
+        tell(len(found), max(len(found), len(files)))
+    held = retained.counted_on(grounds.database, {each.id for each in found})
     with grounds.database.read() as session:
-        found = list(retained.durable(session, tier=tier, node=node, keys=keys))
-        held = retained.counted_on(session, tier=tier, node=node)
         segments = retained.segments_of(session)
         elsewhere = retained.elsewhere(session, [each.id for each in found], volatile=VOLATILE, holder=grounds.holder)
-        best = _best_before_forks(session, segments, policies) if keys else {}
         named = grounds.home.neighbours.naming(session, [each.uid for each in found])
+    best = _best_before_forks(grounds.database, segments, policies) if keys else {}
     asked = grounds.host.asked() if grounds.host is not None else frozenset()
     facts = []
     for each in found:
-        why = held.get(each.id) or best.get(each.id) or named.get(each.uid)
-        if why is None and each.uid in asked:
-            why = "this process waited for it to become durable, and has its handle"
-        if why is None and each.id in elsewhere:
-            why = "another process has it in memory"
-        if why is None and each.world_size > 1:
-            why = f"{each.world_size} ranks hold it together"
+        why = (
+            (None if each.id in own else held.get(each.id))
+            or best.get(each.id)
+            or named.get(each.uid)
+            or ("this process waited for it to become durable, and has its handle" if each.uid in asked else None)
+            or ("another process has it in memory" if each.id in elsewhere else None)
+            or (f"{each.world_size} ranks hold it together" if each.world_size > 1 else None)
+        )
         branch = segments[each.segment][0] if each.segment in segments else ""
         created, where = each.created_us / 1e6, files.get(each.uid, ())
         facts.append(Fact(each.uid, each.segment, branch, each.generation, each.step, created, where, each.metrics, why))
     return Survey(tuple(facts), {each.uid: each.id for each in found})
 
 
-def _best_before_forks(session: Session, segments: Mapping[int, tuple[str, int | None]], policies: Policies) -> dict[int, str]:
+def _best_before_forks(database: Database, segments: Mapping[int, tuple[str, int | None]], policies: Policies) -> dict[int, str]:
     """The states that ``@best`` names on forked branches: they may lie on the branch from which these forked."""
     forked = {branch for branch, fork in segments.values() if fork is not None}
+    heads: defaultdict[Best, dict[int, str]] = defaultdict(dict)
+    with database.read() as session:
+        branches = [ref for ref in refs(session, RefKind.BRANCH) if ref.name in forked]
+        for ref, head in zip(branches, ids_of(session, [ref.state for ref in branches]), strict=True):
+            for rule in policies.of(ref.name).bests:
+                heads[rule][head] = ref.name
     found: dict[int, str] = {}
-    for ref in refs(session, RefKind.BRANCH):
-        for rule in policies.of(ref.name).bests if ref.name in forked else ():
-            best = revision.best_id(session, id_of(session, ref.state), rule.key, is_max=rule.is_max)
-            if best is not None:
-                found[best] = f"the best {rule.key} on the way to branch {ref.name}"
+    for rule, names in heads.items():
+        best = retained.best_on_the_way(database, names, rule.key, is_max=rule.is_max)
+        found |= {best[head]: f"the best {rule.key} on the way to branch {name}" for head, name in names.items() if head in best}
     return found
 
 
@@ -233,6 +298,18 @@ def bests_at(core: Core, uid: str | None, rules: Iterable[Best]) -> dict[Best, t
     return found
 
 
+def bests_of(core: Core, branch: str) -> dict[Best, tuple[float, str] | None]:
+    """The best states of a branch, counted from its fork, by each metric whose name has a direction: value and uid."""
+    found: dict[Best, tuple[float, str] | None] = {}
+    with core.reading() as session:
+        for key, least, most in retained.extremes(session, branch):
+            direction = named_direction(key)
+            best = most if direction is Direction.MAX else least
+            if direction is not None and best is not None:
+                found[Best(key)] = best
+    return found
+
+
 def half_of_room(folder: Path, taken: int) -> int:
     """Half of the room that states could take here: the free space plus what they take already."""
     with suppress(OSError):
@@ -240,11 +317,16 @@ def half_of_room(folder: Path, taken: int) -> int:
     return taken
 
 
-def reckoned(policies: Policies, half: Callable[[], int]) -> Policies:
+def budget(half: int, state_bytes: int) -> int:
+    """The bytes that ``at-most:auto`` means, with half of the room and the size of the largest state."""
+    return max(1, min(half, max(_BUDGET_BYTES, _BUDGET_STATES * state_bytes)))
+
+
+def reckoned(policies: Policies, size: int) -> Policies:
     """The same policies with numbers for bounds."""
 
     def exact(policy: Retention) -> Retention:
-        return policy.bounded(max(1, half())) if policy.bound == "half" else policy
+        return policy.bounded(size) if policy.bound == "auto" else policy
 
     return replace(policies, default=exact(policies.default), own={branch: exact(each) for branch, each in policies.own.items()})
 
@@ -253,22 +335,32 @@ def reckoned(policies: Policies, half: Callable[[], int]) -> Policies:
 
 
 def carry_out(
-    grounds: Grounds, held: Held, found: Survey, policies: Policies, decisions: Sequence[Decision], *, is_over: Callable[[], bool] = bool
+    grounds: Grounds,
+    held: Held,
+    found: Survey,
+    policies: Policies,
+    decisions: Sequence[Decision],
+    *,
+    is_over: Callable[[], bool] = bool,
+    tell: Callable[[int, int], None] = untold,
 ) -> Pruned:
     """Drop what was decided, batch by batch, until ``is_over``; returns what was dropped. An interrupt is raised between two batches.
 
-    ``held`` is the turn, from ``taking_turns``.
+    ``held`` is the turn, from ``taking_turns``. The oldest states go first: then no batch walks through the states of an earlier one.
     """
     _finish(grounds, held)
-    going = [each for each in decisions if not each.is_kept]
+    going = sorted((each for each in decisions if not each.is_kept), key=lambda each: found.ids[each.fact.uid])
     gone: set[str] = set()
     for start in range(0, len(going), _BATCH):
         if is_over():
             break
+        batch = going[start : start + _BATCH]
         with undisturbed():
-            gone.update(
-                _drop(grounds, held, [found.ids[each.fact.uid] for each in going[start : start + _BATCH]], going[start : start + _BATCH])
-            )
+            gone.update(_drop(grounds, held, [found.ids[each.fact.uid] for each in batch], batch))
+        tell(start + len(batch), len(going))
+    if any("@" in name for each in going if each.fact.uid in gone for name, _ in each.fact.files):
+        with suppress(Conflict):  # another process collects
+            grounds.durable.collect()
     done = [each if each.is_kept or each.fact.uid in gone else replace(each, is_kept=True, reason=_STAYED) for each in decisions]
     return replace(_planned(found, policies, done), is_dry_run=False)
 
@@ -285,8 +377,7 @@ def _drop(grounds: Grounds, held: Held, ids: Sequence[int], batch: Sequence[Deci
         named = grounds.home.neighbours.naming(session, free.values())
         ids = [id_ for id_, uid in free.items() if uid not in named]
         uids = withdraw_all(session, ids, tier=tier, node=node, volatile=VOLATILE, holder=grounds.holder)
-    packs = {name for each in batch for name, _ in each.fact.files if name.endswith(".safetensors")}
-    _remove(grounds, uids, packs)
+    _remove(grounds, uids, _packs_of(name for each in batch for name, _ in each.fact.files))
     held.write("")
     if grounds.host is not None:
         grounds.host.withdrawn(uids)
@@ -295,13 +386,11 @@ def _drop(grounds: Grounds, held: Held, ids: Sequence[int], batch: Sequence[Deci
 
 def _is_free(host: Host | None, uid: str) -> bool:
     """Whether no training of this process stands at the state, and it is not on its way to disk."""
-    if host is None:
+    with suppress(Conflict):
+        if host is not None:
+            host.check_withdrawal(uid)
         return True
-    try:
-        host.check_withdrawal(uid)
-    except Conflict:
-        return False
-    return True
+    return False
 
 
 def _finish(grounds: Grounds, held: Held) -> None:
@@ -314,8 +403,13 @@ def _finish(grounds: Grounds, held: Held) -> None:
     with suppress(NotFound), grounds.database.read() as session:
         here = replicas.held(session, begun, tier=tier, node=node)
         gone += [state.uid for state in states(session, begun) if state.uid not in here and state.status is not Status.CAPTURED]
-    _remove(grounds, gone, {name for uid in gone for name, _ in files.get(uid, ()) if name.endswith(".safetensors")})
+    _remove(grounds, gone, _packs_of(name for uid in gone for name, _ in files.get(uid, ())))
     held.write("")
+
+
+def _packs_of(files: Iterable[str]) -> set[str]:
+    """The packs among the files of states, which are named with an offset where several states need them."""
+    return {name for name in (each.partition("@")[0] for each in files) if name.endswith(".safetensors")}
 
 
 def _remove(grounds: Grounds, uids: Sequence[str], packs: Iterable[str]) -> None:
@@ -335,8 +429,11 @@ def _remove(grounds: Grounds, uids: Sequence[str], packs: Iterable[str]) -> None
 def taking_turns(folder: Path, patience_s: float) -> Iterator[Held | None]:
     """Prune alone; yields None if another process goes on pruning for ``patience_s``."""
     since = time.monotonic()
-    while (held := hold(folder / _LOCK)) is None and time.monotonic() - since < patience_s:
-        time.sleep(_ASK_AGAIN_S)
+    try:
+        while (held := hold(folder / _LOCK)) is None and time.monotonic() - since < patience_s:
+            time.sleep(_ASK_AGAIN_S)
+    except OSError as exc:
+        raise Unavailable(f"{folder / _LOCK} cannot be locked ({exc.strerror}), and nothing is pruned without: {next_step(exc)}") from exc
     try:
         yield held
     finally:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from datastates.opening.core import Core
@@ -11,7 +11,7 @@ from datastates.policy.decisions import Ledger, Policies
 from datastates.policy.retention import Retention
 from datastates.policy.rules import Fact
 
-from .retention import Grounds, survey
+from .retention import Grounds, survey, untold
 
 __all__ = ["BranchUse", "StateUse", "Usage", "usage"]
 
@@ -53,11 +53,14 @@ class Usage:
     states: tuple[StateUse, ...]
 
 
-def usage(core: Core) -> Usage:
-    """How much each branch takes of the folder of packs, by the lineage and the manifests."""
+def usage(core: Core, *, on_progress: Callable[[int, int], None] = untold) -> Usage:
+    """How much each branch takes of the folder of packs, by the lineage and the manifests.
+
+    ``on_progress`` is called with the number of states that were read, and about how many there are.
+    """
     core.check_open()
     core.settle()
-    facts = survey(Grounds.of(core), Policies(Retention.all())).facts
+    facts = survey(Grounds.of(core), Policies(Retention.all()), tell=on_progress).facts
     everything = Ledger(facts)
     by_branch: defaultdict[str, list[Fact]] = defaultdict(list)
     for fact in facts:

@@ -1,6 +1,6 @@
-"""Configurations that arrive with states of other lineages. Each is kept once, as a run of which nothing else is known.
+"""Runs of other lineages, whose records arrive with states. Each record is kept once; nothing here changes it, and its process is not ours.
 
-The uid of that run is derived from its content, so that no peer can pass off one configuration as that of other states, or of our runs.
+The uid of such a run is derived from its content. No peer can pass off one run as that of other states, or as one of our runs.
 """
 
 from __future__ import annotations
@@ -16,66 +16,64 @@ from sqlalchemy.dialects import postgresql, sqlite
 from datastates import values
 from datastates.lineage import settings
 from datastates.lineage.schema import RunRow, table, to_us
-from datastates.lineage.states import State, Value
+from datastates.lineage.states import Run, State
 from datastates.lineage.typed import columns_of
+from datastates.system import masking
+from datastates.values import storable
 
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
 
-__all__ = ["carry", "check", "uid_of"]
+__all__ = ["carry", "check"]
 
 _UID_BYTES = 12
 
 
-def carry(session: Session, states: Iterable[State]) -> dict[str, str]:
-    """Keep the configurations of states that arrive. Returns, by each state's uid, the uid to record its configuration under, if it has
-    one."""
-    seen: dict[int, str | None] = {}
-    chosen: dict[str, dict[str, Value]] = {}
-    runs: dict[str, str] = {}
-    for state in states:
-        key = id(state.config)  # thousands of states arrive with the same one
-        if key not in seen:
-            found = settings.shown(state.config)
-            seen[key] = uid = uid_of(found) if found else None
-            if uid is not None:
-                chosen[uid] = found
-        if (run := seen[key]) is not None:
-            runs[state.uid] = run
-    for uid in sorted(chosen):  # in one order, so that two writers never wait for each other
-        _keep(session, uid, chosen[uid])
-    return runs
+def carry(session: Session, states: Iterable[State], runs: Mapping[str, Run]) -> dict[str, str]:
+    """Keep the runs of states that arrive; ``runs`` are those that came with the states, by uid. Returns the uid here, by the uid there."""
+    wanted = {state.run for state in states if state.run in runs}
+    rows = {uid: _row(runs[uid]) for uid in wanted if uid is not None}
+    for uid, row in sorted(
+        rows.items(), key=lambda item: str(item[1]["uid"])
+    ):  # in one order, so that two writers never wait for each other
+        connection = session.connection()
+        connection.execute(_INSERT[connection.dialect.name], row)
+        id_ = connection.execute(_ID, {"uid": row["uid"]}).one().id
+        if not settings.of_runs(connection, [id_]):
+            settings.keep(connection, id_, runs[uid].config)
+    return {uid: str(row["uid"]) for uid, row in rows.items()}
 
 
-def uid_of(config: Mapping[str, Value]) -> str:
-    """The uid of a configuration: equal for equal values, and only for those."""
-    said = json.dumps(sorted(config.items()), separators=(",", ":"))
-    return blake2b(said.encode(), digest_size=_UID_BYTES, person=b"configuration").hexdigest()
-
-
-def check(config: Mapping[str, Value]) -> None:
-    """Raise unless a configuration could be kept.
+def check(run: Run) -> None:
+    """Raise unless the record of a run could be kept.
 
     :raises InvalidInput: a name or a value cannot be stored; the error names it.
     """
-    for key, value in config.items():
+    for key, value in run.config.items():
         values.key(key, "the name of a setting")
         columns_of(key, value, "setting")
 
 
-def _keep(session: Session, uid: str, config: Mapping[str, Value]) -> None:
-    connection = session.connection()
-    now = to_us(None)
-    connection.execute(_INSERT[connection.dialect.name], {"uid": uid, "started_at": now, "finished_at": now})
-    row = connection.execute(_ID, {"uid": uid}).one()
-    if not settings.of_runs(connection, [row.id]):
-        settings.keep(connection, row.id, config)
+def _row(run: Run) -> dict[str, object]:
+    row: dict[str, object] = {
+        "host": storable(run.host),
+        "user": storable(run.user),
+        "argv": list(map(storable, masking.arguments(run.argv))),
+        "git_commit": run.git_commit and storable(run.git_commit),
+        "git_dirty": run.git_dirty,
+        "versions": {storable(name): storable(version) for name, version in sorted(run.versions.items())},
+        "started_at": to_us(run.started_at),
+        "branch": run.branch and storable(run.branch),
+    }
+    said = json.dumps([*row.values(), sorted(settings.shown(run.config).items())], separators=(",", ":"))
+    uid = blake2b(said.encode(), digest_size=_UID_BYTES, person=b"run").hexdigest()
+    finished_at = None if run.finished_at is None else to_us(run.finished_at)
+    return {**row, "uid": uid, "finished_at": finished_at, "pid": 0, "config": {}, "is_carried": True}
 
 
 _run = table(RunRow)
-_NOTHING = {"host": "", "user": "", "pid": 0, "argv": [], "config": {}, "versions": {}, "is_carried": True}
 _INSERT = {
-    "sqlite": sqlite.insert(_run).values(**_NOTHING).on_conflict_do_nothing(),
-    "postgresql": postgresql.insert(_run).values(**_NOTHING).on_conflict_do_nothing(),
+    "sqlite": sqlite.insert(_run).on_conflict_do_nothing(),
+    "postgresql": postgresql.insert(_run).on_conflict_do_nothing(),
 }
 _ID = select(_run.c.id).where(_run.c.uid == bindparam("uid"))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import TYPE_CHECKING
 
@@ -16,7 +16,7 @@ from datastates.lineage.lookup import id_of
 from datastates.lineage.lookup import states as load
 from datastates.lineage.schema import CloneRow, RepositoryRow, RunRow, StateRow, from_us, table, to_us
 from datastates.lineage.search.holders import holder
-from datastates.lineage.states import NewState, Ref, State, Status
+from datastates.lineage.states import NewState, Ref, Run, State, Status
 
 from . import carried, refs
 from .parts import arrive_parts
@@ -58,11 +58,13 @@ class Clone:
 
 @dataclass(frozen=True, slots=True)
 class Provenance:
-    """What an arrival records: where the state came from, the uid of that lineage, and how many bytes were moved for it."""
+    """What an arrival records: where the state came from, the uid of that lineage, how many bytes were moved for it, and the runs that came
+    with it, by their uids there."""
 
     source: str
     repository: str
     bytes_moved: int
+    runs: Mapping[str, Run] = field(default_factory=dict)
 
 
 def repository_uid(session: Session) -> str:
@@ -79,7 +81,7 @@ def known(session: Session, uids: Iterable[str]) -> dict[str, str]:
     return found
 
 
-def check_arrival(session: Session, state: State, ancestry: Sequence[State], tags: Sequence[Ref]) -> None:
+def check_arrival(session: Session, state: State, ancestry: Sequence[State], tags: Sequence[Ref], made_by: Mapping[str, Run]) -> None:
     """Raise unless ``import_ancestry``, ``arrive`` and ``refs.tag`` would accept all of this; nothing is changed.
 
     :raises Conflict: a state of the same uid and another digest is here, or among them.
@@ -90,7 +92,8 @@ def check_arrival(session: Session, state: State, ancestry: Sequence[State], tag
         if coming.setdefault(each.uid, each.digest) != each.digest:
             raise Conflict(f"state {each.uid} comes with two digests: one of them is forged")
         check(_new(each, coming, status=Status.EVICTED))  # as it will be recorded, except for the tier of its bytes
-    _check_configurations((state, *ancestry))
+    for run in made_by.values():
+        carried.check(run)
     _check_same(known(session, coming), (state, *ancestry))
     for tag in tags:
         refs.check_name(tag.name)
@@ -99,7 +102,7 @@ def check_arrival(session: Session, state: State, ancestry: Sequence[State], tag
             raise InvalidInput(f"tag {tag.name!r} names state {tag.state[:24]}, which does not come with it: leave the tag out")
 
 
-def check_ancestry(session: Session, states: Sequence[State]) -> None:
+def check_ancestry(session: Session, states: Sequence[State], made_by: Mapping[str, Run]) -> None:
     """Raise unless ``import_ancestry`` would accept these states, each after its parents; nothing is changed.
 
     :raises Conflict: a state of the same uid and another digest is here.
@@ -108,7 +111,8 @@ def check_ancestry(session: Session, states: Sequence[State]) -> None:
     coming = {state.uid: state.digest for state in states}
     for state in states:
         check(_new(state, coming, status=Status.EVICTED))
-    _check_configurations(states)
+    for run in made_by.values():
+        carried.check(run)
     _check_same(known(session, coming), states)
 
 
@@ -129,11 +133,11 @@ def trusted(session: Session, uids: Iterable[str], *, party: str) -> list[str]:
     return [uid for uid in wanted if parties.get(uid) == set()]
 
 
-def import_ancestry(session: Session, states: Sequence[State]) -> int:
+def import_ancestry(session: Session, states: Sequence[State], made_by: Mapping[str, Run]) -> int:
     """Add those of ``states`` that are not here, as ``evicted``, since their bytes did not come. Returns how many there were.
 
     They come newest first, as ``walk.log`` has them. A parent that is neither here nor listed after its child is left out; a state without
-    a first parent becomes a root. Idempotent.
+    a first parent becomes a root. ``made_by`` are the runs that came with them, by uid. Idempotent.
 
     :raises Conflict: a state of the same uid and another digest is here.
     """
@@ -141,10 +145,10 @@ def import_ancestry(session: Session, states: Sequence[State]) -> int:
     parents = (parent for state in coming.values() for parent in state.parents)
     here = _check_same(known(session, dict.fromkeys((*coming, *parents))), coming.values())
     news = []
-    runs = carried.carry(session, [state for state in coming.values() if state.uid not in here])
+    runs = carried.carry(session, [state for state in coming.values() if state.uid not in here], made_by)
     for state in coming.values():
         if state.uid not in here:
-            news.append(_new(state, here, status=Status.EVICTED, run=runs.get(state.uid)))
+            news.append(_new(state, here, status=Status.EVICTED, run=runs.get(state.run or "")))
             here[state.uid] = state.digest
     for batch in batches(news, _BATCH):
         record_all(session, batch)
@@ -167,14 +171,14 @@ def arrive(
 
     ``parts``: for a state of several ranks, all of whose parts came, each part's digest and bytes.
     ``run`` is the process that holds the bytes: when it dies, a state that no other process holds is lost. It is not the run that captured
-    the state, which only the other lineage knows. A cloned state has no such run here, only its configuration.
+    the state: ``came.runs`` has the record of that one.
 
     :raises Conflict: a state of the same uid and another digest is here.
     """
     here = _check_same(known(session, [state.uid, *state.parents]), [state])
     place = holder(node, run)
     if state.uid not in here:
-        new = _new(state, here, status=Status.CAPTURED, run=carried.carry(session, [state]).get(state.uid))
+        new = _new(state, here, status=Status.CAPTURED, run=carried.carry(session, [state], came.runs).get(state.run or ""))
         record(session, replace(new, tier=tier, node=place, bytes_new=bytes_new))
     if parts:
         arrive_parts(session, state.uid, parts, tier=tier, node=place)
@@ -210,14 +214,8 @@ def _check_same(here: dict[str, str], states: Iterable[State]) -> dict[str, str]
     return here
 
 
-def _check_configurations(states: Iterable[State]) -> None:
-    for config in {id(state.config): state.config for state in states}.values():
-        carried.check(config)
-
-
 def _new(state: State, here: dict[str, str], *, status: Status, run: str | None = None) -> NewState:
-    """The record of a state here: without parents that are not here, without a branch, and without a run, unless ``run`` carries its
-    configuration."""
+    """The record of a state here: without parents that are not here, without a branch, and with the uid that its run has here."""
     facts = state.facts
     facts = replace(
         facts,

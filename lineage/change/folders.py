@@ -14,7 +14,7 @@ from datastates.lineage.schema import FolderRow, ReplicaRow, table, to_us
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
 
-__all__ = ["Folder", "get", "hosts_of_state", "note", "of_state"]
+__all__ = ["Folder", "at", "get", "note", "of_state"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +38,11 @@ def get(session: Session, uid: str) -> Folder | None:
     return None if row is None else Folder(row.uid, row.path, row.host)
 
 
+def at(session: Session, path: object) -> list[str]:
+    """The uids of all folders that were last seen at a path."""
+    return list(session.execute(_AT, {"seen": str(path)}).scalars())
+
+
 def of_state(session: Session, uid: str) -> list[Folder]:
     """The folders that hold a state's bytes, as they were reported.
 
@@ -47,26 +52,14 @@ def of_state(session: Session, uid: str) -> list[Folder]:
     return [Folder(row.uid, row.path, row.host) for row in rows]
 
 
-def hosts_of_state(session: Session, uid: str, *, tier: str) -> list[str]:
-    """The hosts whose disks hold a state on ``tier``, as recorded by versions that knew no folders.
-
-    :raises NotFound: there is no such state.
-    """
-    return list(session.execute(_HOSTS_OF_STATE, {"state": id_of(session, uid), "on_tier": tier}).scalars())
-
-
 _folder, _replica = table(FolderRow), table(ReplicaRow)
 _GET = select(_folder).where(_folder.c.uid == bindparam("wanted"))
+_AT = select(_folder.c.uid).where(_folder.c.path == bindparam("seen"))
 _OF_STATE = (
     select(_folder)
     .join_from(_folder, _replica, _replica.c.node == _folder.c.uid)
     .where(_replica.c.state_id == bindparam("state"))
     .order_by(_folder.c.uid)
-)
-_HOSTS_OF_STATE = (
-    select(_replica.c.node)
-    .outerjoin_from(_replica, _folder, _folder.c.uid == _replica.c.node)
-    .where(_replica.c.state_id == bindparam("state"), _replica.c.tier == bindparam("on_tier"), _folder.c.uid.is_(None))
 )
 _sqlite, _postgresql = sqlite.insert(_folder), postgresql.insert(_folder)
 _SEEN = ("path", "host", "seen_at")

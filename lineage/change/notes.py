@@ -6,15 +6,17 @@ import secrets
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from sqlalchemy import bindparam, delete, func, insert, select, update
+from sqlalchemy import ColumnElement, bindparam, delete, func, insert, select, update
 
 from datastates import values
-from datastates.errors import InvalidInput, NotFound
+from datastates.errors import Conflict, InvalidInput, NotFound
 from datastates.lineage.lookup import id_of
 from datastates.lineage.schema import NoteRow, table, to_us
 from datastates.lineage.search.notes import get, notes, of_states
 from datastates.lineage.search.refs import get as ref_of
 from datastates.lineage.states import Note, RefKind
+
+from .refs import note_event
 
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
@@ -46,29 +48,36 @@ def write(session: Session, text: str, *, state: str | None = None, branch: str 
         raise InvalidInput(f"{state or branch} has {NOTES} notes: delete some, or add to one that is there")
     made = {"uid": secrets.token_hex(12), "author": _author(author), "text": _text(text), "created_at": to_us(None), "edited_at": None}
     session.execute(insert(_note), {**row, **made})
-    return get(session, str(made["uid"]))
+    note = get(session, str(made["uid"]))
+    _log(session, note, f"written by {note.author}")
+    return note
 
 
-def edit(session: Session, uid: str, text: str) -> Note:
-    """Change the text of a note, which is marked as edited from then on.
+def edit(session: Session, uid: str, text: str, *, seen: Note | None = None) -> Note:
+    """Change the text of a note, which is marked as edited from then on. ``seen``: only if the note is still this one.
 
     :raises NotFound: there is no such note.
+    :raises Conflict: the note was edited since ``seen`` was read.
     """
-    done: Any = session.execute(
-        update(_note).where(_note.c.uid == bindparam("note")), {"note": uid, "text": _text(text), "edited_at": to_us(None)}
-    )
+    done: Any = session.execute(_EDIT.where(*_as_seen(seen)), {"note": uid, "text": _text(text), "edited_at": to_us(None)})
+    changed = get(session, uid)
     if done.rowcount == 0:
-        get(session, uid)
-    return get(session, uid)
+        raise _was_edited(changed)
+    _log(session, changed, "edited")
+    return changed
 
 
-def remove(session: Session, uid: str) -> Note:
-    """Delete a note for good; returns it as it was.
+def remove(session: Session, uid: str, *, seen: Note | None = None) -> Note:
+    """Delete a note for good; returns it as it was. ``seen``: only if the note is still this one.
 
     :raises NotFound: there is no such note.
+    :raises Conflict: the note was edited since ``seen`` was read.
     """
     gone = get(session, uid)
-    session.execute(delete(_note).where(_note.c.uid == bindparam("note")), {"note": uid})
+    done: Any = session.execute(_DELETE.where(*_as_seen(seen)), {"note": uid})
+    if done.rowcount == 0:
+        raise _was_edited(get(session, uid))
+    _log(session, gone, "deleted")
     return gone
 
 
@@ -109,4 +118,19 @@ def _author(author: str) -> str:
     return values.text(author, "the author", at_most=_AUTHOR).strip() or "unknown"
 
 
+def _as_seen(seen: Note | None) -> list[ColumnElement[bool]]:
+    return [] if seen is None else [func.coalesce(_note.c.edited_at, _note.c.created_at) == to_us(seen.edited_at or seen.created_at)]
+
+
+def _was_edited(note: Note) -> Conflict:
+    return Conflict(f"note {note.uid} was edited at {note.edited_at}, after it was read here: read it again, then change it")
+
+
+def _log(session: Session, note: Note, what: str) -> None:
+    """Append to the reflog under the note's uid. Whoever follows the events reads the notes again."""
+    note_event(session, note.uid, RefKind.TAG, None, None, f"note on {note.branch or note.state} {what}")
+
+
 _note = table(NoteRow)
+_EDIT = update(_note).where(_note.c.uid == bindparam("note"))
+_DELETE = delete(_note).where(_note.c.uid == bindparam("note"))

@@ -63,7 +63,7 @@ __all__ = [
 
 
 _COUNTER = -(1 << 31)
-"""The rank of the row whose ``world_size`` counts the parts that were reported; an earlier version had no such row."""
+"""The rank of the row whose ``world_size`` counts the parts that were reported."""
 
 _AFTER = "@"
 """Between the form and the number of steps."""
@@ -258,7 +258,7 @@ def _tell(session: Session, parts: Sequence[Telling], runs: Mapping[str | None, 
         return False
     for each in parts[1:]:
         _check_alike(each, parts[0].rank, _common(parts[0]))
-    count = int(session.execute(_COUNT, {"uid": new.uid}).scalar_one() if found.count is None else found.count) + len(parts)
+    count = (found.count or 0) + len(parts)
     made = [_row(each, runs) for each in parts]
     if found.count is None:
         made.append({**made[0], "rank": _COUNTER, "world_size": count, "digest": "", "place": None, "said": None})
@@ -496,7 +496,6 @@ _TOLD = select(
     select(_part.c.status).where(*_parts_of_it).order_by(_part.c.rank).limit(1).scalar_subquery().label("first"),
     _whole.label("whole"),
 )
-_COUNT = select(func.count()).where(*_parts_of_it)
 _COUNT_ON = update(_part).where(*_is_counter).values(world_size=bindparam("count"))
 _FORGET_COUNT = delete(_part).where(*_is_counter)
 _first_rank = select(func.min(_part.c.rank)).where(*_parts_of_it).scalar_subquery()

@@ -33,7 +33,7 @@ from datastates.lineage.schema import (
     table,
     to_us,
 )
-from datastates.lineage.states import NewState, RefKind, State, StateFacts
+from datastates.lineage.states import TAKEN, NewState, RefKind, State, StateFacts
 from datastates.lineage.tally import STATES, Tally
 from datastates.lineage.typed import columns_of
 
@@ -70,6 +70,7 @@ def record_all(session: Session, news: Sequence[NewState]) -> list[State]:
     if not news:
         return []
     connection = session.connection()
+    segments.lock(session, {new.facts.branch for new in news if new.facts.branch is not None}, takes_turns=False)
     places, rows, states = _Places(session), _Rows(), []
     for new, id_ in zip(news, _free_ids(connection, len(news)), strict=True):
         facts = new.facts
@@ -198,6 +199,8 @@ class _Places:
         if facts.branch is None:
             return None
         branch = self.branches[facts.branch]
+        if branch.is_new and branch.segment_id is None and facts.parent is not None and facts.parent not in self._added:
+            branch.segment_id, branch.first_id = segments.begin(self._session, facts.branch, int(branch.head_id or 0))
         if branch.segment_id is None:
             branch.segment_id = segments.make(self._connection, facts.branch, branch.head_id, id_, branch=facts.branch)
             if branch.segment_id is None:
@@ -237,6 +240,11 @@ class _Places:
             if row.run_id is None:
                 raise NotFound(f"there is no run {facts.run!r}: start it before it records states")
             self._runs[facts.run] = row.run_id
+            if facts.branch is not None and row.taken is not None:
+                raise Conflict(
+                    f"branch {facts.branch!r} was taken over by {row.taken}: this training captures no more there; track a branch of "
+                    "another name, or take this one back with takeover=True"
+                )
         if facts.branch is not None and facts.branch not in self.branches:
             if row.ref_kind is None:
                 check_name(facts.branch)
@@ -393,6 +401,7 @@ _PLACE = (
     .add_columns(_jumped.c.id.label("jump_id"), _jumped.c.generation.label("jump_generation"))
     .add_columns(_far.c.id.label("far_id"), _far.c.generation.label("far_generation"), _far.c.jump_step.label("far_step"))
     .add_columns(_far.c.jump_id.label("behind_id"), _run.c.id.label("run_id"))
+    .add_columns(_run.c.config[TAKEN].as_string().label("taken"))
     .add_columns(_ref.c.kind.label("ref_kind"), _head.c.id.label("head_id"), _head.c.uid.label("head"))
     .add_columns(_segment.c.id.label("segment_id"), _segment.c.first_id)
     .select_from(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from sqlalchemy import BigInteger, ColumnElement, and_, bindparam, delete, exists, func, or_, select, update
@@ -15,9 +16,10 @@ from datastates.lineage.schema import PartRow, ReplicaRow, StateRow, table
 from datastates.lineage.states import Status
 
 if TYPE_CHECKING:
+    from sqlalchemy import Row
     from sqlalchemy.orm import Session
 
-__all__ = ["SAFETY", "evict", "held", "hold", "mark", "unheld"]
+__all__ = ["SAFETY", "Mark", "evict", "held", "hold", "mark", "mark_all", "unheld"]
 
 SAFETY = {Status.LOST: 0, Status.EVICTED: 0, Status.CAPTURED: 1, Status.DURABLE: 2, Status.REPLICATED: 3, Status.EXTERNAL: 4}
 _GONE = [status.value for status in Status if not status.is_restorable]
@@ -60,6 +62,45 @@ def mark(session: Session, uid: str, status: Status, *, tier: str, node: str, ra
     return now
 
 
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """The fact that a tier of a node holds this rank's part of a state, and how many bytes that added."""
+
+    uid: str
+    status: Status
+    tier: str
+    node: str
+    rank: int
+    bytes: int
+
+
+def mark_all(session: Session, marks: Sequence[Mark]) -> dict[tuple[str, int], Status]:
+    """``mark`` for several states, with few statements for those of one part; returns the statuses by uid and rank.
+
+    :raises DatastatesError: as ``mark``, for one of them.
+    """
+    found: dict[str, Row[tuple[int, str, str, int]]] = {}
+    for some in batches(sorted({one.uid for one in marks}), _BATCH):
+        found |= {row.uid: row for row in session.execute(_LOCK_NAMED, {"uids": some})}
+    statuses, updates, replicas = dict[tuple[str, int], Status](), list[dict[str, object]](), list[dict[str, object]]()
+    for one in sorted(marks, key=lambda one: one.uid):  # in one order, as everyone locks them
+        row = found.get(one.uid)
+        if row is None or row.world_size > 1 or one.status is not Status.DURABLE:
+            now = mark(session, one.uid, one.status, tier=one.tier, node=one.node, rank=one.rank, bytes=one.bytes)
+        else:
+            now = Status(row.status)
+            if SAFETY[one.status] > SAFETY[now]:
+                now = one.status
+                updates.append({"state": row.id, "new_status": now.value, "added": one.bytes})
+            replicas.append(_replica_of(row.id, one.rank, one.tier, one.node, one.bytes))
+        statuses[one.uid, one.rank] = now
+    if updates:
+        session.connection().execute(_SET_DURABLE, updates)
+    if replicas:
+        session.connection().execute(_UPSERT_REPLICA[session.get_bind().dialect.name], replicas)
+    return statuses
+
+
 def _mark_part(session: Session, uid: str, status: Status, *, tier: str, node: str, rank: int, bytes: int | None) -> Status | None:
     """Mark a part of a waiting state; returns its status, or None if there is no such part."""
     part = {"uid": uid, "of_rank": rank}
@@ -75,8 +116,11 @@ def _mark_part(session: Session, uid: str, status: Status, *, tier: str, node: s
 
 def hold(session: Session, state_id: int, *, rank: int, tier: str, node: str, bytes: int) -> None:
     """Note that a tier of a node holds one rank's part; ``bytes`` are those that it added there."""
-    replica = {"state_id": state_id, "rank": rank, "tier": tier, "node": node, "status": "ok", "bytes": bytes}
-    session.execute(_UPSERT_REPLICA[session.get_bind().dialect.name], replica)
+    session.execute(_UPSERT_REPLICA[session.get_bind().dialect.name], _replica_of(state_id, rank, tier, node, bytes))
+
+
+def _replica_of(state_id: int, rank: int, tier: str, node: str, bytes: int) -> dict[str, object]:
+    return {"state_id": state_id, "rank": rank, "tier": tier, "node": node, "status": "ok", "bytes": bytes}
 
 
 def unheld() -> ColumnElement[bool]:
@@ -115,6 +159,12 @@ _ids = bindparam("ids", type_=BigInteger, expanding=True)
 # Not FOR UPDATE: that would wait for a transaction that records a child, and deadlock with it.
 _LOCK_STATE = (
     select(_state.c.id, _state.c.status, _state.c.world_size).where(_state.c.uid == bindparam("uid")).with_for_update(key_share=True)
+)
+_LOCK_NAMED = (
+    select(_state.c.id, _state.c.uid, _state.c.status, _state.c.world_size)
+    .where(_state.c.uid.in_(bindparam("uids", expanding=True)))
+    .order_by(_state.c.id)
+    .with_for_update(key_share=True)
 )
 _LOCK_STATES = select(_state.c.id).where(_state.c.id.in_(_ids)).order_by(_state.c.id).with_for_update(key_share=True)
 _waits = and_(_part.c.state_uid == bindparam("uid"), _part.c.rank == bindparam("of_rank"), _part.c.place.is_not(None))

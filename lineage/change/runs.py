@@ -32,9 +32,12 @@ if TYPE_CHECKING:
     from sqlalchemy.orm import Session
 
 __all__ = [
+    "RANK",
     "Recovered",
     "branches_of",
     "by_ids",
+    "by_uids",
+    "configure",
     "counted",
     "died",
     "finish",
@@ -51,7 +54,7 @@ __all__ = [
 ]
 
 _run, _state, _replica, _ref, _clone, _part = (table(row) for row in (RunRow, StateRow, ReplicaRow, RefRow, CloneRow, PartRow))
-_RANK = f"{OURS}rank"
+RANK = f"{OURS}rank"
 _OURS = _run.c.is_carried.is_(None)
 _GONE = [status.value for status in Status if not status.is_restorable]
 _VOLATILE: BindParameter[Any] = bindparam("volatile", expanding=True)
@@ -98,6 +101,14 @@ def start(session: Session, run: Run) -> None:
     settings.keep(session.connection(), made.inserted_primary_key[0], run.config)
 
 
+def configure(session: Session, run: Run) -> None:
+    """Replace the settings in the record of a run by those of ``run``. Does nothing if the run is not recorded."""
+    found = session.execute(select(_run.c.id).where(_run.c.uid == run.uid)).scalar()
+    if found is not None:
+        settings.keep(session.connection(), found, run.config, replaces=True)
+        amend(session, Amended.RUN, [run.uid])
+
+
 def finish(session: Session, uid: str, finished_at: datetime | None = None, *, volatile: Collection[str] = ()) -> list[Waiting]:
     """Record that a training is over, or a process with all its trainings, by default now. A run that has already finished keeps its time.
 
@@ -126,7 +137,7 @@ def get(session: Session, uid: str) -> Run:
 
     :raises NotFound: there is no such run.
     """
-    found = _runs(session, select(_run).where(_run.c.uid == uid, _OURS))
+    found = _runs(session, select(_run).where(_run.c.uid == uid))
     if not found:
         raise NotFound(f"there is no run {uid!r}")
     return found[0]
@@ -134,7 +145,12 @@ def get(session: Session, uid: str) -> Run:
 
 def by_ids(session: Session, ids: Collection[int]) -> dict[int, Run]:
     """Runs by their row ids; ids without a run are left out."""
-    return _by_id(session, select(_run).where(_run.c.id.in_(ids), _OURS))
+    return _by_id(session, select(_run).where(_run.c.id.in_(ids)))
+
+
+def by_uids(session: Session, uids: Collection[str]) -> list[Run]:
+    """Runs by their uids; uids without a run are left out."""
+    return _runs(session, select(_run).where(_run.c.uid.in_(uids)).order_by(_run.c.id))
 
 
 def branches_of(session: Session, uids: Collection[str]) -> dict[str, list[str]]:
@@ -168,7 +184,7 @@ def listing(session: Session, *, limit: int, after: str | None = None) -> tuple[
 
 def of_job(job: str, rank: int, size: int) -> dict[str, Value]:
     """What each run of a training of several ranks records of it. There is one run for each rank; people see only that of rank 0."""
-    return {f"{OURS}job": job, _RANK: rank, f"{OURS}ranks": size}
+    return {f"{OURS}job": job, RANK: rank, f"{OURS}ranks": size}
 
 
 def of_ranks(session: Session, uid: str, ranks: Collection[int]) -> dict[int, Run]:
@@ -177,20 +193,22 @@ def of_ranks(session: Session, uid: str, ranks: Collection[int]) -> dict[int, Ru
     job = session.execute(select(_run.c.config[f"{OURS}job"].as_string()).where(_run.c.id == told.scalar_subquery())).scalar()
     if job is None:
         return {}
-    rank = _run.c.config[_RANK].as_integer()
+    rank = _run.c.config[RANK].as_integer()
     found = _runs(session, select(_run).where(_run.c.config[f"{OURS}job"].as_string() == job, rank.in_(sorted(ranks))))
-    return {each.config[_RANK]: each for each in found}  # type: ignore[misc]  # the query says that it is a number
+    return {each.config[RANK]: each for each in found}  # type: ignore[misc]  # the query says that it is a number
 
 
 def counted() -> ColumnElement[bool]:
-    """The condition for what people call a run: a training, counted once for all its ranks, or a process without a training."""
-    rank = _run.c.config[_RANK].as_integer()
-    return and_(_OURS, or_(rank.is_(None), rank == 0), or_(_run.c.process.is_not(None), ~exists().where(_training.c.process == _run.c.uid)))
+    """The condition for what people call a run: a training, counted once for all its ranks, or a process without a training.
+    Those of other lineages count too."""
+    rank = _run.c.config[RANK].as_integer()
+    return and_(or_(rank.is_(None), rank == 0), or_(_run.c.process.is_not(None), ~exists().where(_training.c.process == _run.c.uid)))
 
 
-def unfinished(session: Session) -> list[Run]:
-    """The processes that never recorded that they finished, oldest first: they are alive, or died."""
-    return _runs(session, select(_run).where(_run.c.finished_at.is_(None), _run.c.process.is_(None)).order_by(_run.c.id))
+def unfinished(session: Session, branch: str | None = None) -> list[Run]:
+    """The processes, or the trainings of a branch, that never recorded that they finished, oldest first: they are alive, or died."""
+    of = _run.c.process.is_(None) if branch is None else _run.c.branch == branch
+    return _runs(session, select(_run).where(_run.c.finished_at.is_(None), of, _OURS).order_by(_run.c.id))
 
 
 def in_memory(session: Session, uid: str, *, volatile: Collection[str]) -> dict[str, str]:
@@ -320,21 +338,17 @@ def _to_run(row: Any, chosen: Mapping[str, Value]) -> Run:
         host=row.host,
         user=row.user,
         pid=row.pid,
-        argv=tuple(map(storable, masking.arguments(row.argv))),  # again, for records of a version that did neither
+        argv=tuple(row.argv),
         git_commit=row.git_commit,
         git_dirty=row.git_dirty,
-        config={**chosen, **_shown(row.config)},
+        config={**chosen, **row.config},
         versions=row.versions,
         started_at=from_us(row.started_at),
         finished_at=None if row.finished_at is None else from_us(row.finished_at),
         process=row.process,
         branch=row.branch,
+        is_imported=bool(row.is_carried),
     )
-
-
-def _shown(config: Mapping[str, Value]) -> dict[str, Value]:
-    """The record without secrets. Settings that we add ourselves, such as folders, stay as they are: recovery compares them."""
-    return masking.named(config) | {key: value for key, value in config.items() if key.startswith(OURS)}
 
 
 _CAPTURED_HEADS = (

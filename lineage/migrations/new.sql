@@ -2,7 +2,7 @@ CREATE TABLE alembic_version (
 	version_num VARCHAR(32) NOT NULL, 
 	CONSTRAINT alembic_version_pkc PRIMARY KEY (version_num)
 );
-INSERT INTO "alembic_version" VALUES('datastates_0012');
+INSERT INTO "alembic_version" VALUES('datastates_0001');
 CREATE TABLE amendment (
 	id INTEGER NOT NULL, 
 	kind VARCHAR(12) NOT NULL, 
@@ -167,7 +167,10 @@ CREATE TABLE run (
 	config JSON NOT NULL, 
 	versions JSON NOT NULL, 
 	started_at BIGINT NOT NULL, 
-	finished_at BIGINT, process VARCHAR(24), branch VARCHAR(255), is_carried BOOLEAN, 
+	finished_at BIGINT, 
+	process VARCHAR(24), 
+	branch VARCHAR(255), 
+	is_carried BOOLEAN, 
 	CONSTRAINT pk_run PRIMARY KEY (id), 
 	CONSTRAINT uq_run_uid UNIQUE (uid)
 );
@@ -214,7 +217,8 @@ CREATE TABLE state (
 	bytes_total BIGINT NOT NULL, 
 	bytes_new BIGINT NOT NULL, 
 	world_size INTEGER NOT NULL, 
-	message TEXT, segment_id BIGINT, 
+	message TEXT, 
+	segment_id BIGINT, 
 	CONSTRAINT pk_state PRIMARY KEY (id), 
 	CONSTRAINT fk_state_jump_id_state FOREIGN KEY(jump_id) REFERENCES state (id), 
 	CONSTRAINT fk_state_parent_id_state FOREIGN KEY(parent_id) REFERENCES state (id), 
@@ -261,23 +265,23 @@ CREATE TABLE variant (
  WITHOUT ROWID
 
 ;
+CREATE INDEX ix_run_process ON run (process);
+CREATE INDEX ix_part_run_id ON part (run_id);
+CREATE INDEX ix_setting_key_setting_number_setting_run_id ON setting ("key", number, run_id);
 CREATE INDEX ix_state_created_at ON state (created_at);
 CREATE INDEX ix_state_digest ON state (digest);
 CREATE INDEX ix_state_parent_id ON state (parent_id);
 CREATE INDEX ix_state_run_id ON state (run_id);
+CREATE INDEX ix_state_segment_id_state_status_state_bytes_new ON state (segment_id, status, bytes_new);
 CREATE INDEX ix_state_step ON state (step);
 CREATE INDEX ix_attribute_key_attribute_number_attribute_state_id ON attribute ("key", number, state_id);
-CREATE INDEX ix_attribute_key_attribute_text_attribute_state_id ON attribute ("key", text, state_id);
-CREATE INDEX ix_edge_parent_id ON edge (parent_id);
-CREATE INDEX ix_metric_key_metric_value_metric_state_id ON metric ("key", value, state_id);
-CREATE INDEX ix_ref_state_id ON ref (state_id);
-CREATE INDEX ix_ref_event_name_ref_event_id ON ref_event (name, id);
 CREATE INDEX ix_clone_run_id ON clone (run_id);
 CREATE INDEX ix_clone_state_id ON clone (state_id);
-CREATE INDEX ix_part_run_id ON part (run_id);
-CREATE INDEX ix_state_segment_id_state_status_state_bytes_new ON state (segment_id, status, bytes_new);
-CREATE INDEX ix_run_process ON run (process);
-CREATE INDEX ix_setting_key_setting_number_setting_run_id ON setting ("key", number, run_id);
-CREATE INDEX ix_setting_key_setting_text_setting_run_id ON setting ("key", text, run_id);
-CREATE INDEX ix_note_state_id ON note (state_id);
+CREATE INDEX ix_edge_parent_id ON edge (parent_id);
+CREATE INDEX ix_metric_key_metric_value_metric_state_id ON metric ("key", value, state_id);
 CREATE INDEX ix_note_branch ON note (branch);
+CREATE INDEX ix_note_state_id ON note (state_id);
+CREATE INDEX ix_ref_state_id ON ref (state_id);
+CREATE INDEX ix_ref_event_name_ref_event_id ON ref_event (name, id);
+CREATE INDEX ix_attribute_key_attribute_text_attribute_state_id ON attribute ("key", text, state_id);
+CREATE INDEX ix_setting_key_setting_text_setting_run_id ON setting ("key", text, run_id);

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 from sqlalchemy import BigInteger, BindParameter, Integer, bindparam, func, null, select, tuple_
 
 from datastates.lineage.amendments import Amended
-from datastates.lineage.chronicle import AttributesLine, ReportLine, SampleLine, SealLine, VariantLine, fitting
+from datastates.lineage.chronicle import AttributesLine, ReportLine, SampleLine, SealLine, VariantLine
 from datastates.lineage.lookup import states
 from datastates.lineage.schema import AmendmentRow, ReportRow, ReportSampleRow, SealRow, StateRow, VariantRow, table
 
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
 
-__all__ = ["Amendments", "amendments", "name_at"]
+__all__ = ["Amendments", "amendments", "metrics_version", "name_at"]
 
 _PAGE = 200
 """How many to read at a time: an error has 20,000 characters, a report has pictures."""
@@ -45,6 +45,11 @@ def name_at(session: Session, id_: int) -> str | None:
     return None if found is None else str(found)
 
 
+def metrics_version(session: Session) -> int:
+    """How often metrics were added to states after their capture."""
+    return int(session.execute(_MEASURED).scalar_one())
+
+
 def amendments(session: Session, after: int, *, again: int, until: int, most: int) -> Amendments | None:
     """The next amendments after ``after`` up to ``until``, ``most`` at most, and those of the ``again`` ids before it.
 
@@ -66,7 +71,7 @@ def amendments(session: Session, after: int, *, again: int, until: int, most: in
         _seals(session, of.get(Amended.SEAL, [])),
         _variants(session, of.get(Amended.VARIANT, [])),
         tuple(line for name in of.get(Amended.REPORT, ()) for line in _report(session, name)),
-        _attributes(session, of.get(Amended.ATTRIBUTES, [])),
+        _attributes(session, of.get(Amended.ATTRIBUTES, []) + of.get(Amended.METRICS, [])),
     )
 
 
@@ -93,7 +98,7 @@ def _report(session: Session, name: str) -> list[ReportLine]:
 
 def _attributes(session: Session, uids: list[str]) -> tuple[AttributesLine, ...]:
     ids = list(session.execute(_IDS, {"names": uids}).scalars()) if uids else []
-    return tuple(AttributesLine(state.uid, fitting(state.attributes)) for state in states(session, ids))
+    return tuple(AttributesLine(state.uid, state.attributes, state.metrics) for state in states(session, ids))
 
 
 _amendment, _state, _seal, _variant, _report_row, _sample = (
@@ -101,6 +106,7 @@ _amendment, _state, _seal, _variant, _report_row, _sample = (
 )
 _names: BindParameter[str] = bindparam("names", expanding=True)
 _NAME_AT = select(_amendment.c.name).where(_amendment.c.id == bindparam("at"))
+_MEASURED = select(func.count()).where(_amendment.c.kind == Amended.METRICS.value)
 _NEW = (
     select(_amendment)
     .where(_amendment.c.id > bindparam("after", type_=BigInteger), _amendment.c.id <= bindparam("until", type_=BigInteger))

@@ -237,7 +237,7 @@ def _of_state(belongs: Any, key: str, *where: ColumnElement[bool]) -> ColumnElem
 
 def _of_run(*where: ColumnElement[bool]) -> ColumnElement[bool]:
     """The condition that the state's run is like this."""
-    return and_(_state.c.run_id.is_not(None), _state.c.run_id.in_(select(_run.c.id).where(_run.c.is_carried.is_(None), *where)))
+    return and_(_state.c.run_id.is_not(None), _state.c.run_id.in_(select(_run.c.id).where(*where)))
 
 
 def _named(kind: RefKind, operator: str, values: tuple[Value, ...], scope: Scope) -> Select[Any]:

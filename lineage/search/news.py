@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Any
 from sqlalchemy import BigInteger, Integer, Select, bindparam, func, select
 
 from datastates.lineage import settings
-from datastates.lineage.chronicle import CloneLine, Entry, EventLine, Mark, RemarkLine, RunLine, StateLine, fitting
+from datastates.lineage.chronicle import CloneLine, Entry, EventLine, Mark, RemarkLine, RunLine, StateLine
 from datastates.lineage.lookup import states
 from datastates.lineage.schema import CloneRow, NoteRow, RefEventRow, RefRow, RepositoryRow, RunRow, StateRow, table, to_us
-from datastates.values import storable
 
 from .amended import amendments, name_at
 
@@ -113,7 +112,7 @@ def _run_line(row: Any, chosen: dict[str, Any]) -> RunLine:
         host=row.host,
         user=row.user,
         pid=row.pid,
-        argv=tuple(map(storable, row.argv)),  # earlier versions accepted any text
+        argv=tuple(row.argv),
         git_commit=row.git_commit,
         git_dirty=row.git_dirty,
         config={**row.config, **chosen},
@@ -138,7 +137,7 @@ def _states(session: Session, ids: list[int]) -> list[StateLine]:
             created_at=to_us(state.created_at),
             message=state.message,
             metrics=state.metrics,
-            attributes=fitting(state.attributes),
+            attributes=state.attributes,
             status=state.status.value,
             bytes_total=state.bytes_total,
             bytes_new=state.bytes_new,

@@ -227,7 +227,7 @@ def _keys_of(at: Field, falls: bool, dialect: str) -> list[_Key]:
             return [_Key(_state.c.created_at, falls, False, BigInteger)]
         case "uid" | "status" | "message":
             return [_Key(by_code_point(_state.c[at.name], dialect), falls, at.name == "message", String)]
-    column = select(run_column(at.name)).where(_run.c.id == _state.c.run_id, _run.c.is_carried.is_(None)).scalar_subquery()
+    column = select(run_column(at.name)).where(_run.c.id == _state.c.run_id).scalar_subquery()
     return [_Key(by_code_point(column, dialect), falls, True, String)]
 
 

@@ -75,8 +75,6 @@ _FIELDS = {
     "run.git_commit": Kind.TEXT,
 }
 _KEYED = {"metrics": Kind.METRIC, "attr": Kind.ANY, "config": Kind.ANY}
-_FORMER = "run.config."
-"""An older way to write ``config.``, which is still accepted."""
 _KNOWN = (*_FIELDS, *(f"{prefix}.<name>" for prefix in _KEYED))
 _EQUALITY, _ORDERING = ("=", "!="), ("<", "<=", ">", ">=")
 _OPERATORS = {
@@ -290,8 +288,6 @@ class _Named:
 def _field(token: Token) -> Field:
     """The field of a name whose parts may be quoted."""
     text, column = str(token), _column(token)
-    if text.startswith(_FORMER):
-        text = text.removeprefix("run.")
     if text in _FIELDS:
         return Field(text, _FIELDS[text], column=column)
     for prefix, kind in _KEYED.items():

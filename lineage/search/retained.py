@@ -1,27 +1,51 @@
-"""What retention needs to know of durable states: pages of those in a folder of packs, and which of them something counts on."""
+"""What retention needs to know of durable states: pages of those in a folder of packs, and which of them something counts on.
+
+What looks at a whole lineage visits each state at most once, however many names lead there. It reads a page in one transaction, so that no
+transaction is long. States and parents never change, so the pages fit together.
+"""
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Set
 from dataclasses import dataclass
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from sqlalchemy import BigInteger, Select, bindparam, exists, func, select
+from sqlalchemy import BigInteger, ColumnElement, Integer, Select, bindparam, exists, func, select
 
 from datastates.lineage.batches import batches
-from datastates.lineage.schema import MetricRow, RefRow, ReplicaRow, RunRow, SegmentRow, StateRow, table
+from datastates.lineage.schema import EdgeRow, MetricRow, RefRow, ReplicaRow, RunRow, SegmentRow, StateRow, StretchRow, table
+from datastates.lineage.tally import WHOLE
+
+from .reach import above, chain
 
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
 
-__all__ = ["Durable", "counted_on", "durable", "elsewhere", "segments_of", "told"]
+    from datastates.lineage.database import Database
 
-_PAGE = 5000
+__all__ = [
+    "Durable",
+    "best_on_the_way",
+    "counted_on",
+    "durable",
+    "elsewhere",
+    "extremes",
+    "leading",
+    "newest_at",
+    "only_of",
+    "segments_of",
+    "told",
+]
+
+_PAGE_MIN, _PAGE = 32, 5000
+_NOWHERE = 2**63 - 1  # above each row id
+_WORST = (-math.inf, 0)
 _BATCH = 1000  # ids in one IN list
 
-_state, _replica, _metric, _ref, _segment, _run = (table(row) for row in (StateRow, ReplicaRow, MetricRow, RefRow, SegmentRow, RunRow))
+_state, _replica, _metric, _ref = table(StateRow), table(ReplicaRow), table(MetricRow), table(RefRow)
+_segment, _run, _edge, _stretch = table(SegmentRow), table(RunRow), table(EdgeRow), table(StretchRow)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,41 +62,64 @@ class Durable:
     metrics: Mapping[str, float]
 
 
-def durable(session: Session, *, tier: str, node: str, keys: Collection[str] = ()) -> Iterator[Durable]:
-    """The states that a tier of a node holds, in the order of their row ids, read a page at a time; with the values of the metrics
-    ``keys``, where those are numbers.
+def durable(database: Database, *, tier: str, node: str, keys: Collection[str] = ()) -> Iterator[list[Durable]]:
+    """The states that a tier of a node holds, in the order of their row ids, in pages of ``_PAGE``. They have the values of the metrics
+    ``keys`` that are numbers. A separate transaction reads each page.
     """
     after, place = 0, {"on_tier": tier, "on_node": node}
-    while rows := session.execute(_PAGES, {**place, "after": after}).all():
+    while True:
         metrics: defaultdict[int, dict[str, float]] = defaultdict(dict)
-        for some in batches([row.id for row in rows], _BATCH) if keys else ():
-            for state_id, key, value in session.execute(_METRICS, {"ids": some, "keys": list(keys)}):
-                if value is not None:
-                    metrics[state_id][key] = value
-        for row in rows:
-            yield Durable(*row, metrics.get(row.id, _NONE))
-        after = rows[-1].id
+        with database.read() as session:
+            rows = session.execute(_PAGES, {**place, "after": after}).all()
+            for some in batches([row.id for row in rows], _BATCH) if keys else ():
+                for state_id, key, value in session.execute(_METRICS, {"ids": some, "keys": list(keys)}):
+                    if value is not None:
+                        metrics[state_id][key] = value
+        yield [Durable(*row, metrics.get(row.id, _NONE)) for row in rows]
         if len(rows) < _PAGE:
             return
+        after = rows[-1].id
 
 
-def counted_on(session: Session, *, tier: str, node: str) -> dict[int, str]:
-    """The states that a tier of a node holds, by row id, and that something counts on, with the reason.
+def counted_on(database: Database, held: Set[int]) -> dict[int, str]:
+    """The states on which something counts, by row id, with the reason, given those that a folder holds.
 
-    These are the states that names lead to, or their nearest first parent that is held there; and the states where branches forked.
+    These are the states that names lead to, or their nearest first parent that is held; and the states where branches forked.
     """
-    place = {"on_tier": tier, "on_node": node}
-    found: dict[int, str] = {}
-    for branch, fork in session.execute(_FORKS):
-        found[fork] = f"branch {branch!r} forks here"
-    nearest = {row.start: row for row in session.execute(_nearest(), place)}
-    for name, kind, state_id in session.execute(_NAMED):
-        row = nearest.get(state_id)
-        if row is not None:
+    with database.read() as session:
+        found = {fork: f"branch {branch!r} forks here" for branch, fork in session.execute(_FORKS)}
+        named = session.execute(_NAMED).all()
+    nearest = _nearest(database, {row.state_id for row in named}, held)
+    for name, kind, state_id in named:
+        at = nearest.get(state_id)
+        if at:
             what = "the head of" if kind == "branch" else "what"
             leads = f"{kind} {name!r}" + ("" if kind == "branch" else " names")
-            found[row.id] = f"{what} {leads}" if row.id == state_id else f"the newest durable state of {kind} {name!r}"
+            found[at] = f"{what} {leads}" if at == state_id else f"the newest durable state of {kind} {name!r}"
     return found
+
+
+def leading(session: Session, ids: Collection[int], *, tier: str, node: str) -> set[int]:
+    """The states among ``ids`` on which something counts (see ``counted_on``); a tier of a node holds all of ``ids``.
+
+    The cost grows with the number of states below them that are not held. It does not depend on the number of names.
+    """
+    asked = {"ids": list(ids), "on_tier": tier, "on_node": node}
+    return {row.start for query in (_LEADING, _FORKED) for row in session.execute(query, asked)}
+
+
+def best_on_the_way(database: Database, heads: Collection[int], key: str, *, is_max: bool) -> dict[int, int]:
+    """The state that ``@best`` names from each of these heads, by row ids (see ``revision.best_id``), in one pass over the lineage. A head
+    without one is left out.
+    """
+    sign, best = 1 if is_max else -1, dict[int, tuple[float, int]]()
+    for after in range(0, max(heads, default=0), _PAGE):
+        with database.read() as session:
+            rows = session.execute(_VALUES, {"metric": key, "after": after, "last": after + _PAGE}).all()
+        for id_, parent, other, value in rows:  # one for each further parent
+            own = _WORST if value is None else (sign * value, id_)
+            best[id_] = max(own, *(best.get(each, _WORST) for each in (id_, parent, other)))
+    return {head: best[head][1] for head in heads if best[head] != _WORST}
 
 
 def elsewhere(session: Session, ids: Collection[int], *, volatile: Collection[str], holder: str) -> set[int]:
@@ -83,9 +130,28 @@ def elsewhere(session: Session, ids: Collection[int], *, volatile: Collection[st
     return found
 
 
+def only_of(session: Session, name: str) -> frozenset[int]:
+    """The states on a name's path of first parents that no other branch or tag leads to through any parents, by row id."""
+    own = select(_ref.c.state_id).where(_ref.c.name == name)
+    others = above(select(_ref.c.state_id).where(_ref.c.name != name), "others", session.get_bind().dialect.name)
+    path = chain(own, "own")
+    return frozenset(session.execute(select(path.c.id).where(path.c.id.not_in(select(others.c.id)))).scalars())
+
+
+def newest_at(session: Session) -> int | None:
+    """When the newest state was made, in microseconds since the epoch; None if there is none."""
+    return session.execute(_NEWEST_AT).scalar()
+
+
 def segments_of(session: Session) -> dict[int, tuple[str, int | None]]:
     """For each segment that a branch has: the branch, and the state that it forked from, by row id."""
     return {row.id: (row.branch, row.fork_id) for row in session.execute(_SEGMENTS)}
+
+
+def extremes(session: Session, branch: str) -> Iterator[tuple[str, tuple[float, str] | None, tuple[float, str] | None]]:
+    """Each metric of a branch's own states, which come after its fork, with the least and the greatest value and their states' uids."""
+    for key, least, least_uid, most, most_uid in session.execute(_EXTREMES, {"of": branch}):
+        yield key, None if least_uid is None else (least, least_uid), None if most_uid is None else (most, most_uid)
 
 
 def told(session: Session, key: str) -> dict[str, str]:
@@ -111,6 +177,34 @@ _METRICS = select(_metric.c.state_id, _metric.c.key, _metric.c.value).where(  # 
 )
 _FORKS = select(_segment.c.branch, _segment.c.fork_id).where(_segment.c.branch.is_not(None), _segment.c.fork_id.is_not(None))
 _NAMED = select(_ref.c.name, _ref.c.kind, _ref.c.state_id).order_by(_ref.c.kind.desc(), _ref.c.name)
+_FORKED = (  # a branch that has no state yet is at its fork
+    select(_state.c.parent_id.label("start"))
+    .join_from(_state, _segment, _segment.c.id == _state.c.segment_id)
+    .where(_state.c.parent_id.in_(bindparam("ids", type_=BigInteger, expanding=True)))
+    .where(_segment.c.fork_id == _state.c.parent_id, _segment.c.branch.is_not(None))
+)
+_FALLING = (
+    select(_state.c.id, _state.c.parent_id)
+    .where(_state.c.id <= bindparam("top", type_=BigInteger), _state.c.id > bindparam("oldest", type_=BigInteger))
+    .order_by(_state.c.id.desc())
+    .limit(bindparam("count", type_=Integer))
+)
+_NEWEST_AT = select(func.max(_state.c.created_at))
+_VALUES = (
+    select(_state.c.id, _state.c.parent_id, _edge.c.parent_id, _metric.c.value)
+    .outerjoin_from(_state, _edge, _edge.c.child_id == _state.c.id)
+    .outerjoin(_metric, (_metric.c.state_id == _state.c.id) & (_metric.c.key == bindparam("metric")))
+    .where(_state.c.id > bindparam("after", type_=BigInteger), _state.c.id <= bindparam("last", type_=BigInteger))
+    .order_by(_state.c.id)
+)
+_low, _high = _state.alias(), _state.alias()
+_EXTREMES = (
+    select(_stretch.c.key, _stretch.c.least, _low.c.uid, _stretch.c.most, _high.c.uid)
+    .join_from(_segment, _stretch, (_stretch.c.segment_id == _segment.c.id) & (_stretch.c.place == WHOLE))
+    .outerjoin(_low, _low.c.id == _stretch.c.least_id)
+    .outerjoin(_high, _high.c.id == _stretch.c.most_id)
+    .where(_segment.c.branch == bindparam("of"))
+)
 _SEGMENTS = select(_segment.c.id, _segment.c.branch, _segment.c.fork_id).where(_segment.c.branch.is_not(None))
 _ELSEWHERE = (
     select(_replica.c.state_id)
@@ -121,19 +215,40 @@ _newest = select(func.max(_run.c.id).label("id")).where(_run.c.branch.is_not(Non
 _NEWEST_RUNS = select(_run.c.branch, _run.c.config).where(_run.c.id.in_(_newest))
 
 
-@cache
-def _nearest() -> Select[Any]:
-    """For each state that has a name: itself, or the nearest first parent that the tier of the node holds.
+def _nearest(database: Database, starts: Set[int], held: Set[int]) -> dict[int, int]:
+    """For each start the nearest first parent that is held, or itself, or 0; all are row ids.
 
-    Parents are older than their children, so the walk stops below the oldest state that is held.
+    Ids fall along every path, so all walks visit the states in one order. Walks that meet continue as one.
     """
-    next_, oldest = _state.alias("next"), select(func.min(_replica.c.state_id)).where(*_here).scalar_subquery()
-    held = exists().where(*_here)
-    start = select(
-        _state.c.id.label("start"), _state.c.id, _state.c.parent_id, held.where(_replica.c.state_id == _state.c.id).label("here")
-    )
-    walk = start.where(_state.c.id.in_(select(_ref.c.state_id))).cte("nearest", recursive=True)
-    is_held = held.where(_replica.c.state_id == next_.c.id).label("here")
-    step = select(walk.c.start, next_.c.id, next_.c.parent_id, is_held).join_from(walk, next_, next_.c.id == walk.c.parent_id)
-    walk = walk.union_all(step.where(~walk.c.here, next_.c.id >= oldest))
-    return select(walk.c.start, walk.c.id).where(walk.c.here)
+    nearest, oldest, path = {id_: id_ for id_ in starts & held}, min(held, default=_NOWHERE), list[int]()
+    due = {id_ for id_ in starts - held if id_ > oldest}
+    top, count = max(due, default=0), _PAGE_MIN
+    while due:
+        with database.read() as session:
+            rows = session.execute(_FALLING, {"top": top, "oldest": oldest, "count": count}).all()
+        for id_, parent in rows:
+            if id_ in due:
+                due.remove(id_)
+                path += id_, parent or 0  # not as pairs: millions of them would keep the garbage collector busy
+                if parent and parent > oldest and parent not in held:
+                    due.add(parent)
+        # where some states were due, the next are likely to be due too
+        top, count = rows[-1].id - 1 if path[-2] >= rows[-1].id else max(due), min(4 * count, _PAGE)
+    for parent, id_ in zip(path[::-2], path[-2::-2], strict=True):
+        nearest[id_] = parent if parent in held else nearest.get(parent, 0)
+    return nearest
+
+
+def led_here(is_passed: Callable[[Any], ColumnElement[bool]]) -> Select[Any]:
+    """The names that lead to each of some states along first parents; ``is_passed`` is true of the states that the walk passes.
+
+    The walk goes down from the states, so its cost does not depend on the number of names.
+    """
+    next_, ids = _state.alias("next"), bindparam("ids", type_=BigInteger, expanding=True)
+    walk = select(_state.c.id.label("start"), _state.c.id).where(_state.c.id.in_(ids)).cte("led_here", recursive=True)
+    step = select(walk.c.start, next_.c.id).join_from(walk, next_, next_.c.parent_id == walk.c.id).where(is_passed(next_))
+    walk = walk.union_all(step)
+    return select(_ref.c.name, _ref.c.kind, walk.c.start).join_from(walk, _ref, _ref.c.state_id == walk.c.id)
+
+
+_LEADING = led_here(lambda passed: ~exists().where(*_here, _replica.c.state_id == passed.c.id))

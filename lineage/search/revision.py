@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import datetime
-from difflib import get_close_matches
 from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +32,7 @@ from . import walk
 from .grammar import Problem, clamp, load, moment, parse, seconds, unquote, whole
 from .incomplete import why_none
 from .reach import above, difference
+from .refs import nearest
 
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
@@ -257,7 +257,7 @@ def _base(session: Session, name: str) -> int:
             raise
         except NotFound as error:
             raise NotFound(why_none(session, name) or str(error)) from error
-    raise NotFound(f"there is no branch, tag or uid {name!r}{_nearest(session, name)}")
+    raise NotFound(f"there is no branch, tag or uid {name!r}{nearest(session, name)}")
 
 
 def _stood(session: Session, name: str, then: _Then, now: datetime | None) -> int:
@@ -272,7 +272,7 @@ def _stood(session: Session, name: str, then: _Then, now: datetime | None) -> in
     if event is None:
         first = session.execute(_FIRST_EVENT, {"ref": name}).first()
         if first is None:
-            raise NotFound(f"there never was a branch or tag {name!r}{_nearest(session, name)}")
+            raise NotFound(f"there never was a branch or tag {name!r}{nearest(session, name)}")
         raise NotFound(f"{name!r} did not exist {when}: its reflog begins at {from_us(first.created_at).isoformat()}")
     if event.new_id is None:
         raise NotFound(f"{name!r} did not exist {when}: it was deleted at {from_us(event.created_at).isoformat()}")
@@ -331,11 +331,6 @@ def _best(session: Session, id_: int, key: str, is_max: bool) -> int:
 
 def _is_uid_like(name: str) -> bool:
     return 4 <= len(name) <= 24 and all(letter in "0123456789abcdefABCDEF" for letter in name)
-
-
-def _nearest(session: Session, name: str) -> str:
-    names = get_close_matches(name, session.execute(select(_ref.c.name)).scalars().all(), n=3)
-    return f": did you mean {' or '.join(repr(each) for each in names)}?" if names else ""
 
 
 # The statements

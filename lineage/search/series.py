@@ -1,4 +1,4 @@
-"""Curves: a metric along the first parents of a state; and where several such paths fork."""
+"""Curves: a metric along the first parents of a state, the forks of several such paths, and the parts that branches lost."""
 
 from __future__ import annotations
 
@@ -6,21 +6,23 @@ import math
 from array import array
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import BigInteger, bindparam, func, select
 
-from datastates.lineage.schema import MetricRow, StateRow, table
+from datastates.lineage.batches import batches
+from datastates.lineage.schema import MetricRow, RunRow, SegmentRow, StateRow, table
+from datastates.lineage.states import DIED, Status
 
 from .walk import first_meeting, first_parent_at
 
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
 
-__all__ = ["Curve", "Parting", "curve", "partings"]
+__all__ = ["Curve", "Parting", "curve", "lost_parts", "partings"]
 
 _state, _metric = table(StateRow), table(MetricRow)
 _next = _state.alias("next")
@@ -59,6 +61,19 @@ class Parting:
 
     id: int
     heads: tuple[int, ...]
+
+
+def lost_parts(session: Session, heads: Mapping[str, int]) -> dict[str, list[Any]]:
+    """The parts that branches lost with a process, by name, the oldest first; ``heads`` has the row id of each branch's newest state.
+
+    A part has the ``id``, ``uid`` and ``step`` of its newest state, and the row id ``after`` which it begins (None: from the first). It is
+    left out if the branch was moved elsewhere since: it begins on no state of the path to the newest state.
+    """
+    found: defaultdict[str, list[Any]] = defaultdict(list)
+    for part in (row for some in batches(sorted(heads), 500) for row in session.execute(_LOST, {"names": some})):
+        if part.after is None or first_meeting(session, heads[part.name], part.after) == part.after:
+            found[part.name].append(part)
+    return found
 
 
 def curve(session: Session, head: int, key: str, *, base: Curve | None = None, above: int = 0) -> Curve:
@@ -107,3 +122,22 @@ def _part(session: Session, heads: list[int], found: dict[int, set[int]]) -> Non
         for group in leaving.values():
             _part(session, group, found)
         beyond.update(groups[met])
+
+
+_segment, _run, _process = table(SegmentRow), table(RunRow), table(RunRow).alias("process")
+_left = (
+    select(_segment.c.name, _segment.c.fork_id.label("after"), func.max(_state.c.id).label("newest"))
+    .join_from(_segment, _state, _state.c.segment_id == _segment.c.id)
+    .where(_segment.c.name.in_(bindparam("names", expanding=True)), _segment.c.branch.is_(None), _state.c.status == Status.LOST.value)
+    .group_by(_segment.c.id, _segment.c.name, _segment.c.fork_id)
+    .subquery()
+)
+# The newest state of each segment that a branch left, if it is lost, and the process that captured it was found dead.
+_LOST = (
+    select(_left.c.name, _state.c.id, _state.c.uid, _state.c.step, _left.c.after)
+    .join_from(_left, _state, _state.c.id == _left.c.newest)
+    .join(_run, _run.c.id == _state.c.run_id)
+    .join(_process, _process.c.uid == func.coalesce(_run.c.process, _run.c.uid))
+    .where(_process.c.config[DIED].as_boolean())
+    .order_by(_state.c.id)
+)

@@ -16,7 +16,7 @@ from itertools import count, islice
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
-from sqlalchemy import CTE, BigInteger, Integer, Select, bindparam, case, lateral, literal, select, true, union_all
+from sqlalchemy import CTE, BigInteger, Integer, Select, and_, bindparam, case, lateral, literal, select, true, union_all
 
 from datastates.errors import InvalidInput, NotFound
 from datastates.lineage.lookup import id_of, state, states, unknown
@@ -35,6 +35,7 @@ __all__ = [
     "first_meeting",
     "first_parent_at",
     "is_ancestor",
+    "later_restorable",
     "log",
     "merge_base",
     "nearest_restorable",
@@ -137,6 +138,12 @@ def _chain_page() -> Select[Any]:
     return select(walk.c.id, walk.c.parent_id, _edge.c.parent_id).outerjoin_from(walk, _edge, _edge.c.child_id == walk.c.id)
 
 
+_LATER = (
+    select(_next.c.uid)
+    .join_from(_state, _next, and_(_next.c.segment_id == _state.c.segment_id, _next.c.id > _state.c.id))
+    .where(_state.c.uid == bindparam("uid"), _next.c.status.not_in(_GONE))
+    .order_by(_next.c.id)
+)
 _CLIMB, _CLIMB_BACK, _MEET, _CHAIN = _climb(), _climb_back(), _meet(), _chain_page()
 _RESTORABLE, _LASTING = _restorable(_GONE), _restorable([*_GONE, Status.CAPTURED.value])
 
@@ -259,6 +266,11 @@ def nearest_restorable(session: Session, uid: str, *, is_lasting: bool = False) 
 
 
 # Away from the root
+
+
+def later_restorable(session: Session, uid: str) -> Iterator[str]:
+    """The uids of the states after this one on its own branch whose bytes some tier holds, the nearest first."""
+    return iter(session.execute(_LATER, {"uid": uid}).scalars())
 
 
 def children(session: Session, uid: str) -> list[State]:

@@ -77,10 +77,12 @@ class Branch:
     """One branch. Counts are of the states that it has to itself: those after ``fork``, or all states of a branch that did not fork.
 
     ``restorable`` of these can be restored, ``durable`` survive their process. ``bytes`` are those that they added. ``last``, ``best`` and
-    ``best_restorable`` are of the chosen metric; None if none of its own states has a number. ``config`` is the difference between the
+    ``best_restorable`` are of the chosen metric; None if none of its own states has a number. A branch without own states has ``last``,
+    ``best`` and ``line`` of its whole path of first parents. ``config`` is the difference between the
     configuration of its newest run and that of the run that captured its fork; for a root it is all of the configuration. ``began_at`` is
     when its first own state was captured, ``changed_at`` when its newest one was; ``steps_per_s`` is measured over the latest captures of
     its newest run. ``ending`` says how that run ended; None while it goes on, as far as is known.
+    ``lost_step`` is the newest step that was lost with a process that died: the branch went back from there.
     """
 
     name: str
@@ -108,6 +110,7 @@ class Branch:
     variant: str | None = None
     group: Value = None
     ending: Ending | None = None
+    lost_step: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,7 @@ from datastates.lineage.endings import Ending, How, ending_of
 from datastates.lineage.schema import MetricRow, RefRow, RunRow, SegmentRow, StateRow, StretchRow, from_us, table, to_us
 from datastates.lineage.search.conditions import Scope, condition
 from datastates.lineage.search.query import parse_query
+from datastates.lineage.search.series import lost_parts
 from datastates.lineage.states import RefKind, Run, Status, Value
 
 from .branches import Branch, Branches, Group, Life, Living, Origin, Point, Setting
@@ -195,6 +196,7 @@ class _Page:
         studies, variants = (attributes_of(session, [row.head_id for row in rows], key) for key in ("study", "variant"))
         lines = lines_of(session, rows, self.metric, POINTS, self.drawn)
         rates = _rates(session, rows)
+        lost = lost_parts(session, {row.name: row.head_id for row in rows})
         done = set(session.execute(_FINISHED).all())
         died = runs.died(session, {run.process for run in known.values() if run.process is not None})
         made = []
@@ -230,6 +232,7 @@ class _Page:
                     variant=_text(variants.get(row.head_id)),
                     group=row.group,
                     ending=Ending(How.ENDED) if is_done else None if run is None else ending_of(run, died, is_over=life is Life.ENDED),
+                    lost_step=lost[row.name][-1].step if row.name in lost else None,
                 )
             )
         return tuple(made)

@@ -119,8 +119,15 @@ def parallels(
 
 def _settings(configs: Sequence[Mapping[str, Value]]) -> list[Axis]:
     keys = sorted({key for config in configs for key in config})
-    axes = [_axis(key, AxisKind.SETTING, [config.get(key) for config in configs]) for key in keys]
-    return sorted(axes, key=lambda axis: not axis.varies)
+    axes = {key: _axis(key, AxisKind.SETTING, [config.get(key) for config in configs]) for key in keys}
+    own = [axis for key, axis in axes.items() if not _is_twin(key, axis, axes)]
+    return sorted(own, key=lambda axis: not axis.varies)
+
+
+def _is_twin(key: str, axis: Axis, axes: Mapping[str, Axis]) -> bool:
+    """Whether a setting such as ``optimizer.lr`` has the values of the one that the user named ``lr``."""
+    _, dot, leaf = key.rpartition(".")
+    return bool(dot) and leaf in axes and axes[leaf].values == axis.values
 
 
 def _metrics(session: Session, rows: Sequence[Any], taken: Taken) -> list[Axis]:

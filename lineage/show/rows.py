@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 from sqlalchemy import BigInteger, bindparam, func, select
 
 from datastates.lineage.batches import batches
-from datastates.lineage.schema import MetricRow, RefRow, SegmentRow, StateRow, StretchRow, table
+from datastates.lineage.schema import MetricRow, RefRow, RunRow, SegmentRow, StateRow, StretchRow, table
+from datastates.lineage.search.outline import outline
 from datastates.lineage.states import RefKind, Status, Value
-from datastates.lineage.tally import WHOLE
+from datastates.lineage.tally import WHOLE, Tally
 
 from .goals import Direction
 from .keys import keys_of
@@ -19,7 +20,7 @@ from .keys import keys_of
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
 
-__all__ = ["Counts", "Row", "count_states", "counts_of", "metrics_of", "rows_of"]
+__all__ = ["Counts", "Row", "count_states", "counts_of", "kept_of", "metrics_of", "rows_of"]
 
 _BATCH = 500
 _GONE = [status.value for status in Status if not status.is_restorable]
@@ -82,17 +83,25 @@ def metrics_of(session: Session) -> list[str]:
 
 
 def rows_of(session: Session, metric: str | None, direction: Direction) -> list[Row]:
-    """Every branch, with the summary of a metric."""
+    """Every branch, with the summary of a metric: that of its own states, or of its path of first parents if it has none of its own."""
     rows = [Row(*row) for row in session.execute(_ALL)]
     if metric is None:
         return rows
     tallies = {row.segment_id: row for row in session.execute(_TALLIES, {"of": metric})}
+    paths = {head: _of_path(session, head, metric) for head in {row.head_id for row in rows if row.first_id is None}}
     is_least = direction is Direction.MIN
     for row in rows:
-        tally = row.tally = tallies.get(row.segment_id)
+        tally = row.tally = paths[row.head_id] if row.first_id is None else tallies.get(row.segment_id)
         if tally is not None:
             row.best, row.best_id = (tally.least, tally.least_id) if is_least else (tally.most, tally.most_id)
     return rows
+
+
+def _of_path(session: Session, head: int, metric: str) -> Tally | None:
+    found, points = Tally(), outline(session, head, metric)
+    for id_, value in zip(points.ids, points.values, strict=True):
+        found.add(id_, value)
+    return found if found.count else None
 
 
 def count_states(session: Session, rows: Sequence[Row], known: Counts | None = None) -> None:
@@ -110,6 +119,16 @@ def counts_of(session: Session) -> Counts:
     return _counted(session, session.execute(_BRANCHES).scalars().all())
 
 
+def kept_of(session: Session, run: str) -> tuple[int, int, int]:
+    """How many states a run captured, how many of them can be restored, and how many bytes those on disk added there."""
+    rows = session.execute(_OF_RUN, {"run": run}).all()
+    return (
+        sum(row.states for row in rows),
+        sum(row.states for row in rows if row.status not in _GONE),
+        sum(int(row.size) for row in rows if row.status in _SAFE),
+    )
+
+
 def _counted(session: Session, ids: Sequence[int]) -> Counts:
     """The counts of some segments; many are read along the index at once."""
     found = dict.fromkeys(ids, (0, 0, 0))
@@ -124,7 +143,12 @@ def _counted(session: Session, ids: Sequence[int]) -> Counts:
     return found
 
 
-_state, _ref, _segment, _stretch, _metric = (table(row) for row in (StateRow, RefRow, SegmentRow, StretchRow, MetricRow))
+_state, _ref, _segment, _stretch, _metric, _run = (table(row) for row in (StateRow, RefRow, SegmentRow, StretchRow, MetricRow, RunRow))
+_OF_RUN = (
+    select(_state.c.status, func.count().label("states"), func.sum(_state.c.bytes_new).label("size"))
+    .where(_state.c.run_id == select(_run.c.id).where(_run.c.uid == bindparam("run")).scalar_subquery())
+    .group_by(_state.c.status)
+)
 _fork, _first, _parent = _state.alias("fork"), _state.alias("first"), _segment.alias("parent")
 _is_branch = _ref.c.kind == RefKind.BRANCH.value
 _ALL = (

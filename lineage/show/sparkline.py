@@ -1,4 +1,4 @@
-"""Small curves: a few points of what a branch has to itself, its extremes among them."""
+"""Small curves: a few points of what a branch has to itself, or of its path if it has nothing, its extremes among them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sqlalchemy import BigInteger, bindparam, select
 
 from datastates.lineage.batches import batches
 from datastates.lineage.schema import StateRow, table
-from datastates.lineage.search.outline import own_points
+from datastates.lineage.search.outline import outline, own_points
 
 from .branches import Line
 from .rows import Row
@@ -29,21 +29,22 @@ _STEPS = select(_state.c.id, _state.c.step).where(_state.c.id.in_(bindparam("ids
 
 
 class Lines:
-    """Lines that were drawn, the ``most`` latest: what a state and all before it had as metrics never changes. Any thread may use it."""
+    """Lines that were drawn, the ``most`` latest. Any thread may use it."""
 
     def __init__(self, most: int = 10_000) -> None:
         self._most, self._lock = most, threading.Lock()
-        self._drawn: OrderedDict[tuple[str, int, str, int], Line] = OrderedDict()
+        self._drawn: OrderedDict[tuple[object, ...], Line] = OrderedDict()
 
-    def get(self, key: tuple[str, int, str, int]) -> Line | None:
-        """The line for a head's uid, a segment, a metric and a number of points."""
+    def get(self, key: tuple[object, ...]) -> Line | None:
+        """The line for a branch as it was: its head's uid, its segment and how many states that has, the metric and its summary, and
+        the number of points."""
         with self._lock:
             found = self._drawn.get(key)
             if found is not None:
                 self._drawn.move_to_end(key)
             return found
 
-    def put(self, key: tuple[str, int, str, int], line: Line) -> None:
+    def put(self, key: tuple[object, ...], line: Line) -> None:
         """Keep it; the one that was longest unused may go."""
         with self._lock:
             self._drawn[key] = line
@@ -57,12 +58,16 @@ def lines_of(session: Session, rows: Sequence[Row], metric: str | None, points: 
 
 
 def _line(session: Session, row: Row, metric: str | None, points: int, drawn: Lines) -> Line:
-    if metric is None or row.segment_id is None or not row.states:
+    if metric is None or row.segment_id is None:
         return Line()
-    key = row.head, row.segment_id, metric, points
+    key = row.head, row.segment_id, row.states, metric, repr(row.tally), points
     line = drawn.get(key)
     if line is None:
-        own = thinned(own_points(session, row.head_id, row.generation, row.segment_id, metric, row.states), points)
+        if row.first_id is None:
+            path = outline(session, row.head_id, metric)
+            own = thinned(list(zip(path.ids, path.values, strict=True)), points)
+        else:
+            own = thinned(own_points(session, row.head_id, row.generation, row.segment_id, metric, row.states), points)
         steps: dict[int, int] = {}
         for some in batches([id_ for id_, _ in own], _BATCH):
             steps.update((found.id, found.step) for found in session.execute(_STEPS, {"ids": some}))

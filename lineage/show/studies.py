@@ -1,7 +1,7 @@
 """Studies: the tree of their variants, the cost and result of each, and which failed and why.
 
 What a study trained is in refs and in attributes of states. Its rows (``change/studies``) have its plan, the time it took and its failures.
-For a study of a version that wrote no rows, the variants are those that have branches.
+For a study without rows, as after a rebuild without a chronicle, the variants are those that have branches.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from typing import Protocol
 from .by_rank import by_rank, spread_text
 from .relevance import by_relevance
 
-__all__ = ["age_text", "clean", "first_line", "metrics_text", "short", "size_text", "step_text", "time_text"]
+__all__ = ["age_text", "clean", "first_line", "kept_text", "metrics_text", "plural", "short", "size_text", "step_text", "time_text"]
 
 _SHORT = 10
 
@@ -27,6 +27,11 @@ class Stepped(Protocol):
 def short(uid: str | None) -> str:
     """The beginning of a uid, as people read and type it."""
     return "-" if uid is None else uid[:_SHORT]
+
+
+def plural(count: int, noun: str) -> str:
+    """A number with its noun, such as ``1 state`` or ``2 branches``."""
+    return f"{count:,} {noun}{'' if count == 1 else 'es' if noun.endswith('ch') else 's'}"
 
 
 def clean(text: str) -> str:
@@ -47,6 +52,11 @@ def size_text(count: int) -> str:
             return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
         value /= 1024
     return f"{value:.1f} TiB"
+
+
+def kept_text(captured: int, restorable: int, size: int) -> str:
+    """What is left of the states of a training, such as ``200 captured, 200 can be restored, 1.2 MiB of data on disk``."""
+    return f"{captured:,} captured, {restorable:,} can be restored, {size_text(size)} of data on disk"
 
 
 def time_text(moment: datetime) -> str:

@@ -178,7 +178,7 @@ def test_values_metrics_and_attributes_that_differ_are_told_and_only_asks_for_a_
     assert {path: pair for path, pair in found.values.items() if path.endswith("lr")} == {"optimizer/param_groups/0/lr": (0.1, 0.2)}
     assert list(found.metrics) == ["loss"]
     assert found.attributes == {"new": (None, True), "old": (True, None)}
-    assert (found.config, found.versions, found.code, found.base) == ({}, {}, None, None)
+    assert (found.config, found.versions, found.code, found.base) == ({"optimizer.lr": (0.1, 0.2)}, {}, None, None)
     assert {tensor.path for tensor in repo.diff("old", "new", only="model/*weight").tensors} == {"model/weight"}
     assert not repo.diff("old", "new", only="epoch").tensors, "a value is there, whatever is asked for"
     with pytest.raises(InvalidInput, match=r"only='modle' selects nothing: try .*model"):

@@ -286,7 +286,7 @@ def test_a_merge_that_has_no_room_beside_its_parents_says_so(tmp_path: Path) -> 
         states = [track(repo, name, model={"w": torch.randn(2 * MIB)}) for name in ("a", "b")]  # two slots each, of six
         arena = repo.core.arena
         assert arena is not None
-        taken = list(iter(lambda: arena.acquire(1), None))  # all that is free: a parent may have left memory by now
+        taken = list(iter(lambda: arena.acquire([4 * MIB]), None))  # all that is free: a parent may have left memory by now
         refuse(repo, "more memory_bytes", states, OverBudget)
         for slots in taken:
             arena.release(slots)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 from datastates import Repository
 from tests.api.conftest import BASE, NAME, READ, TOKENS, WRITE, Serve
 
@@ -30,12 +32,31 @@ def test_a_note_is_written_read_edited_and_deleted(repo: Repository, serve: Serv
     first = writer.get(NOTES, params={"limit": 1}).json()
     assert writer.get(NOTES, params={"limit": 1, "after": first["next"]}).json() == {"items": [note], "next": None}
 
-    edited = writer.patch(f"{NOTES}/{note['uid']}", json={"text": "It did not"})
+    seen = {"If-Match": made.headers["ETag"]}
+    edited = writer.patch(f"{NOTES}/{note['uid']}", json={"text": "It did not"}, headers=seen)
     assert (edited.status_code, edited.json()["text"]) == (200, "It did not")
     assert edited.json()["edited_at"] is not None
-    assert writer.delete(f"{NOTES}/{note['uid']}").status_code == 204
-    assert writer.delete(f"{NOTES}/{note['uid']}").json()["kind"] == "not-found"
+    now = {"If-Match": edited.headers["ETag"]}
+    assert writer.delete(f"{NOTES}/{note['uid']}", headers=now).status_code == 204
+    assert writer.delete(f"{NOTES}/{note['uid']}", headers=now).json()["kind"] == "not-found"
     assert [each.text for each in repo.notes] == ["<b>bad</b>"]
+
+
+def test_the_second_of_two_who_edit_one_note_is_refused(repo: Repository, serve: Serve) -> None:
+    writer = serve({NAME: repo}, token=WRITE, tokens=TOKENS)
+    made = writer.post(NOTES, json={"text": "first", "branch": "main"})
+    url, seen = f"{NOTES}/{made.json()['uid']}", {"If-Match": json.dumps(made.json()["created_at"])}
+
+    first = writer.patch(url, json={"text": "mine"}, headers=seen)
+    second = writer.patch(url, json={"text": "theirs"}, headers=seen)
+    gone = writer.delete(url, headers=seen)
+
+    assert seen["If-Match"] == made.headers["ETag"]
+    assert [(answer.status_code, answer.json()["kind"]) for answer in (second, gone)] == [(412, "conflict")] * 2
+    assert "read it again" in second.json()["detail"]
+    assert [writer.patch(url, json={"text": "x"}).status_code, writer.delete(url).status_code] == [428, 428]
+    assert [note.text for note in repo.notes] == ["mine"]
+    assert writer.patch(url, json={"text": "theirs"}, headers={"If-Match": json.dumps(first.json()["edited_at"])}).status_code == 200
 
 
 def test_whoever_may_only_read_writes_nothing(repo: Repository, serve: Serve) -> None:

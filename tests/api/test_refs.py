@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from datastates import Repository
+from datastates.upkeep.eviction import evict
 from tests.api.conftest import BASE, NAME, READ, TOKENS, WRITE, Serve
 
 if TYPE_CHECKING:
@@ -226,3 +227,15 @@ def test_tag_of_a_state_that_is_only_in_memory_makes_it_durable(writer: TestClie
 
     repo.core.drain()
     assert capture.status == "durable"
+
+
+def test_tag_of_a_state_whose_bytes_are_gone_is_made_with_a_warning(
+    writer: TestClient, repo: Repository, caplog: pytest.LogCaptureFixture
+) -> None:
+    uid = repo.state("main~2").uid
+    evict(repo.core, uid)
+    writer.put(f"{REFS}/fine", json={"kind": "tag", "rev": "main"})
+    assert not caplog.messages
+    made = writer.put(f"{REFS}/gone", json={"kind": "tag", "rev": uid})
+    assert (made.status_code, made.json()["state"]) == (201, uid)
+    assert ["the nearest state that has its bytes is" in message for message in caplog.messages] == [True]

@@ -125,7 +125,20 @@ def test_tokens_are_known_by_their_whole() -> None:
 
 
 @pytest.mark.parametrize(
-    "host", ["evil.example", "evil.example:8642", "localhost.evil.example", "127.0.0.1.evil.example", "", "10.0.0.1", "[::2]"]
+    "host",
+    [
+        "evil.example",
+        "evil.example:8642",
+        "localhost.evil.example",
+        "127.0.0.1.evil.example",
+        "",
+        "10.0.0.1",
+        "[::2]",
+        "127.0.0.1:8701@evil",
+        "localhost@evil",
+        "127.0.0.1:x",
+        "[::1]evil",
+    ],
 )
 def test_name_that_was_pointed_here_is_refused(client: TestClient, host: str) -> None:
     for path in ("/", "/healthz", f"{BASE}/refs"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import pytest
@@ -116,7 +117,7 @@ def test_state_to_which_a_branch_would_go_back_is_counted_on(admin: TestClient, 
 
 def test_chunk_that_a_descendant_refers_to_stays(repo: Repository) -> None:
     frozen, live = torch.arange(2_000_000.0), torch.zeros(8)
-    run = repo.track(branch="frozen", frozen=frozen, live=live, rng=False, durable_every=1)
+    run = repo.track(branch="frozen", objects={"frozen": frozen}, live=live, rng=False, durable_every=1)
     first = run.capture().wait("durable")
     live += 1
     second = run.capture().wait("durable")
@@ -145,3 +146,24 @@ def test_state_where_a_training_stands_is_not_dropped(admin: TestClient, repo: R
     assert repo.state(first.uid).status == "evicted"
     run.capture().wait("durable")
     assert repo.verify("live").step == 4
+
+
+def test_metrics_that_are_added_are_in_curves(repo: Repository, serve: Serve) -> None:
+    client, state = serve({NAME: repo}, token=WRITE, tokens=TOKENS), repo.state("main~1")
+    asked = {"head": "main", "key": "test"}
+    assert client.get(f"{BASE}/series", params=asked).json()["lines"][0]["total"] == 0
+    etag = client.get(f"{BASE}/series", params=asked).headers["etag"]
+    newest = repo.reflog("main")[0].id
+
+    repo.annotate(state, metrics={"test": 0.25, "n": math.nan}, author="ann")
+
+    again = client.get(f"{BASE}/series", params=asked, headers={"If-None-Match": etag})
+    assert (again.status_code, again.json()["lines"][0]["values"]) == (200, [0.25])
+    added = client.get(f"{BASE}/states/{state.uid}").json()["added"]
+    assert [line["reason"] for line in added] == ["metrics by ann: test=0.25, n=nan"]
+    (event,) = repo.reflog(state.uid)
+    assert event.id > newest, "a page gets it"
+    lines = client.get(f"{BASE}/branches", params={"metric": "test", "name": "main"}).json()["items"][0]["line"]["values"]
+    repo.annotate(state, metrics={"test": 0.5}, replace=True)
+    now = client.get(f"{BASE}/branches", params={"metric": "test", "name": "main"}).json()["items"][0]["line"]["values"]
+    assert (lines, now) == ([0.25], [0.5])

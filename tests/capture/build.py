@@ -24,7 +24,7 @@ __all__ = ["Gate", "copied", "differing", "held_back", "leaves_of", "live", "ten
 
 def copied(plan: CopyPlan, arena: Arena, stager: Stager, *, is_deferring: bool = False) -> list[torch.Tensor]:
     """The tensors that come back from a copy of the plan's sources as they are now; nothing is shared with them."""
-    slots = arena.acquire(plan.slot_count)
+    slots = arena.acquire(plan.layout.chunk_lengths)
     assert slots is not None
     job = CopyJob(plan, slots, on_done=lambda _: None)
     stager.begin(job, is_deferring=is_deferring)

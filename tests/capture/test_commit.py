@@ -114,7 +114,7 @@ class Room:
         assert set(runner._engine._entries) == here, f"the engine does not agree with memory: {where}"
         assert set(runner._register._lines) == here, f"the register does not agree with memory: {where}"
         assert set(runner._register._progress) <= here, f"a capture is on its way for ever: {where}"
-        assert arena.capacity - arena.available == memory.slots_held, f"slots are lost: {where}"
+        assert len(arena._taken) == memory.slots_held, f"slots are lost: {where}"
         uses = Counter(chunk for state in memory._states.values() for chunk in state.chunks)
         assert uses == {chunk: chunk.uses for held in memory._chunks.values() for chunk in held}, f"chunks are held for nobody: {where}"
         assert not any(state.readers for state in memory._states.values()), f"a state is read for ever: {where}"
@@ -126,7 +126,7 @@ class Room:
         """What a clone had of memory when it was lost comes back, once nothing moves any more."""
         memory, arena = self.repo.core.engage().memory, self.repo.core.engage().arena
         deadline = time.monotonic() + TIMEOUT_S
-        while arena.capacity - arena.available != memory.slots_held and time.monotonic() < deadline:
+        while len(arena._taken) != memory.slots_held and time.monotonic() < deadline:
             os.sched_yield()
             gc.collect()
             shutdown.settle()

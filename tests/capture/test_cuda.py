@@ -54,7 +54,7 @@ def repo(tmp_path: Path) -> Iterator[Repository]:
 
 def begin(arena: Arena, stager: Stager, *sources: torch.Tensor) -> tuple[CopyJob, threading.Event]:
     plan = compile_plan(flatten(list(sources)), fenced={id(source) for source in sources})
-    slots = arena.acquire(plan.slot_count)
+    slots = arena.acquire(plan.layout.chunk_lengths)
     assert slots is not None
     done = threading.Event()
     job = CopyJob(plan, slots, on_done=lambda _: done.set())
@@ -70,7 +70,7 @@ def check(repo: Repository, captures: list[Capture], expected: list[dict[str, ob
 
 
 def test_slots_are_pinned(arena: Arena) -> None:
-    slots = arena.acquire(2)
+    slots = arena.acquire([CHUNK_BYTES, 100])
     assert slots is not None
     assert all(arena.tensor(slot).is_pinned() for slot in slots)
 

@@ -6,7 +6,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from datastates.capture.engine import LAST_RETRY_S, Engine
+from datastates.capture.engine import AT_A_TIME, LAST_RETRY_S, Engine
 from datastates.capture.events import (
     Action,
     Adopted,
@@ -70,7 +70,7 @@ class EngineMachine(RuleBasedStateMachine):
         given_up: set[str] = set()
         for action in actions:
             match action:
-                case Write(uid):
+                case Write((uid,)):
                     assert self.writing is None, "one write at a time"
                     assert uid in self.memory, "only what is in memory can be written"
                     assert uid not in self.durable
@@ -164,7 +164,7 @@ class EngineMachine(RuleBasedStateMachine):
         else:
             self.has_failed.add(uid)
             self.is_safe.discard(line)
-        self.act(Written(uid) if is_well else WriteFailed(uid, self.now))
+        self.act(Written((uid,)) if is_well else WriteFailed((uid,), self.now))
 
     @precondition(lambda self: self.writing)
     @rule()
@@ -174,7 +174,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.owed.add(uid)
         self.has_failed.add(uid)
         self.is_safe.discard(self.memory[uid])
-        self.act(WriteFailed(uid, self.now, is_passing=True))
+        self.act(WriteFailed((uid,), self.now, is_passing=True))
         assert self.writing is None
 
     @rule(is_stalled=st.booleans())
@@ -194,7 +194,7 @@ class EngineMachine(RuleBasedStateMachine):
         for _ in range(3):
             if not self.memory or not self.engine.is_in_trouble:
                 break
-            event = RoomNeeded(1 << 20, True, WAIT, self.giving_way, 0, self.now, self.now, is_patient=True)
+            event = RoomNeeded((1 << 20,), True, WAIT, self.giving_way, 0, self.now, self.now, is_patient=True)
             if self.writing is None:
                 assert self.engine.handle(Stalled(False)) == []
             actions = self.engine.handle(event)
@@ -211,13 +211,13 @@ class EngineMachine(RuleBasedStateMachine):
 
     @rule(slots=st.integers(1, 4))
     def make_room_ahead(self, slots: int) -> None:
-        self.act(RoomNeeded(slots, is_blocked=False, back_pressure=WAIT))
+        self.act(RoomNeeded((slots,), is_blocked=False, back_pressure=WAIT))
 
     @precondition(lambda self: self.lines)
     @rule(data=st.data(), in_flight=st.integers(0, 1))
     def wait_for_room_for_a_line(self, data: st.DataObject, in_flight: int) -> None:
         self.giving_way = data.draw(st.sampled_from(sorted(self.lines)))
-        self.act(RoomNeeded(1, True, WAIT, self.giving_way, in_flight, self.now, self.now))
+        self.act(RoomNeeded((1,), True, WAIT, self.giving_way, in_flight, self.now, self.now))
         self.giving_way = None
 
     @precondition(lambda self: self.memory)
@@ -226,7 +226,7 @@ class EngineMachine(RuleBasedStateMachine):
         """Whoever waits is refused, or gets the whole arena because nothing was left that is to be kept."""
         since, self.giving_way = self.now, line
         for _ in range(3 * len(self.memory) + 3):
-            refused = self.engine.handle(RoomNeeded(1 << 20, True, WAIT, line, 0, since, self.now))
+            refused = self.engine.handle(RoomNeeded((1 << 20,), True, WAIT, line, 0, since, self.now))
             if refused and isinstance(refused[0], Refuse):
                 assert set(refused[0].uids) | {self.writing} >= set(self.memory) - self.durable
                 break
@@ -268,6 +268,12 @@ class EngineMachine(RuleBasedStateMachine):
     def what_is_owed_is_on_its_way(self) -> None:
         assert self.engine.pending_writes >= len(self.owed - {self.writing}) + (self.writing is not None)
         assert not self.owed or self.writing is not None or self.engine.is_in_trouble, "something is wanted and nothing is being written"
+
+    @invariant()
+    def the_oldest_that_may_leave_are_found(self) -> None:
+        held = self.engine._held()
+        may_leave = [uid for uid, entry in self.engine._entries.items() if self.engine._may_leave(uid, entry, held)]
+        assert self.engine._free(held) == sorted(may_leave, key=lambda uid: self.engine._rank(uid) or (True, 0, uid))[:AT_A_TIME]
 
     def teardown(self) -> None:
         self.heads.clear()

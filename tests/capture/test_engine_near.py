@@ -36,7 +36,7 @@ def near(made: Engine, uids: list[str]) -> list[str]:
         made.handle(Recorded(uid, "main", float(at), Taken(float(at))))
         if made.keeps_near(uid):
             kept.append(uid)
-        made.handle(Written(uid, at + 0.1, at + 0.2))
+        made.handle(Written((uid,), at + 0.1, at + 0.2))
     return kept
 
 
@@ -44,10 +44,10 @@ def test_of_what_a_policy_picks_every_nth_state_goes_on_and_whatever_somebody_wa
     made = engine(EveryThirdFurther(1, None))
     near(made, [f"s{i}" for i in range(40)])  # until it knows the costs
     kept = near(made, [f"s{i}" for i in range(40, 49)])
-    assert kept == [f"s{i}" for i in range(40, 49) if i % 3]
+    assert kept == [f"s{i}" for i in range(40, 49) if (i + 1) % 3]
     assert made.handle(Wanted("s40")) == [PassOn(("s40",))]
     assert made.handle(Wanted("s40")) == [], "once"
-    assert made.handle(refs("s41", main="s48")) == [PassOn(("s41",))]
+    assert made.handle(refs("s42", main="s48")) == [PassOn(("s42",))]
     made.forget("s43")
     assert made.handle(Wanted("s43")) == [PassOn(("s43",))], "it is on disk, though memory let it go"
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import errno
 import logging
+import sqlite3
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from sqlalchemy import event
 
 import datastates
 from datastates import Config, OnFailure, Status, Unavailable
@@ -42,8 +44,8 @@ def opened(folder: Path, slots: int = 16, *, every: int | None = 1, on_failure: 
     return datastates.open(folder, config=config)
 
 
-def begin(repo: Repository, branch: str = "main") -> tuple[Tracker, torch.Tensor]:
-    words = torch.zeros(WORDS)
+def begin(repo: Repository, branch: str = "main", size: int = WORDS) -> tuple[Tracker, torch.Tensor]:
+    words = torch.zeros(size)
     return repo.track(branch=branch, words=words, rng=False), words
 
 
@@ -87,6 +89,28 @@ def test_the_training_goes_on_and_all_that_it_kept_becomes_durable(
     began, ended = said(caplog)
     assert began.startswith("states cannot be written for now; the training goes on, and they wait in memory: state ")
     assert ended.startswith("states are written again, after ")
+
+
+def test_small_states_that_share_packs_survive_a_disk_that_is_full_again_and_again(tmp_path: Path, disk: FaultyDisk) -> None:
+    handles = []
+    with opened(tmp_path, 128) as repo:
+        run, words = begin(repo, size=25)
+        for _ in range(4):
+            handles += capture(run, words, 12)
+            disk.is_met.clear()
+            disk.fail()
+            handles += capture(run, words, 12)
+            assert disk.is_met.wait(60)
+            disk.mend()
+            handles[-1].wait("durable", timeout_s=60)
+        steps = [handle.wait("durable", timeout_s=60).step for handle in handles]
+        assert repo.trouble is None
+    assert steps == list(range(1, len(handles) + 1))
+    assert len(list((tmp_path / "packs").glob("*.manifest"))) < len(handles), "some share a file"
+    with datastates.open(tmp_path) as repo:
+        assert not repo.verify().damage
+        assert {state.status for state in repo.log("main")} == {Status.DURABLE}
+        assert [float(repo.load(handle.uid)["words"][0]) for handle in handles] == steps
 
 
 def test_memory_that_fills_lets_the_oldest_go_and_keeps_the_head_and_what_tags_name(
@@ -136,7 +160,7 @@ def test_a_capture_is_skipped_when_memory_holds_only_what_may_not_give_way(tmp_p
         with pytest.raises(Unavailable, match=r"step 2 was skipped: nothing can be written since .*No space left"):
             skipped.wait()
         assert repo.trouble is not None
-        assert "captures were not taken" in repo.trouble
+        assert "skipped" in repo.trouble
         disk.mend()
         assert repo.state("kept").step == 1
         while (next_one := capture(run, words)[0]).is_skipped:
@@ -262,6 +286,28 @@ def test_a_mute_database_stops_neither_the_training_nor_its_end(tmp_path: Path, 
         repo.close()
 
 
+def test_the_head_is_the_newest_recorded_state_while_the_lineage_cannot_be_written(tmp_path: Path) -> None:
+    repo = opened(tmp_path, every=None)
+    run, words = begin(repo)
+    recorded = capture(run, words)[0].wait(timeout_s=60)
+
+    def refuse(connection: object, cursor: object, statement: str, *rest: object) -> None:
+        if statement.startswith("INSERT"):
+            error = sqlite3.OperationalError("database or disk is full")
+            error.sqlite_errorcode = sqlite3.SQLITE_FULL
+            raise error
+
+    event.listen(repo.core.database._engine, "before_cursor_execute", refuse)
+    capture(run, words, 3)
+    assert run.head == recorded
+    event.remove(repo.core.database._engine, "before_cursor_execute", refuse)
+    repo.flush()
+    assert run.head is not None
+    assert run.head.step == 4
+    run.close()
+    repo.close()
+
+
 def test_a_mute_database_is_an_error_for_a_training_that_wants_its_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watch, "STALL_S", 0.2)
     monkeypatch.setattr(watch, "STUCK_S", 0.2)
@@ -294,7 +340,7 @@ def test_what_a_trouble_has_cost_is_said_seldom(caplog: pytest.LogCaptureFixture
     one.end(0)
     began, again, over = said(caplog)
     assert began.endswith("the disk is full")
-    cost = "3 left it unwritten as it was full, 1 captures were not taken"
+    cost = "3 left it unwritten as it was full, 1 capture skipped"
     assert again == f"still nothing can be written since 601 s, and 2 states wait in memory, {cost}: the disk is full"
     assert over == f"states are written again, after 602 s; 1 more to write, {cost}"
     assert one.describe(0) is None

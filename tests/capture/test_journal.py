@@ -83,8 +83,8 @@ def repo(tmp_path: Path, database: Away) -> Iterator[Repository]:
         database.is_away.clear()
 
 
-def begin(repo: Repository) -> tuple[Tracker, torch.Tensor]:
-    weight = torch.zeros(1000)
+def begin(repo: Repository, size: int = 1000) -> tuple[Tracker, torch.Tensor]:
+    weight = torch.zeros(size)
     return repo.track(weight=weight, rng=False), weight
 
 
@@ -154,7 +154,7 @@ def test_a_state_that_the_server_can_never_take_is_refused_alone(postgresql_url:
 def test_memory_that_fills_while_the_database_is_away_lets_go_of_old_states_and_they_are_recorded_all_the_same(
     repo: Repository, database: Away
 ) -> None:
-    run, weight = begin(repo)
+    run, weight = begin(repo, CHUNK_BYTES // 4)
     handles = capture(run, weight)
     handles[0].wait()
     database.is_away.set()
@@ -203,9 +203,9 @@ def test_whoever_waits_for_too_long_is_told_and_may_wait_again(repo: Repository,
     database.is_away.set()
     monkeypatch.setattr(journal, "PATIENCE_S", 0.0)
     (late,) = capture(run, weight)
-    with pytest.raises(Unavailable, match=r"does not answer since .* 1 states wait to be recorded"):
+    with pytest.raises(Unavailable, match=r"does not answer since .* 1 state waits to be recorded"):
         late.wait(timeout_s=60)
-    with pytest.raises(Unavailable, match="1 states wait"):
+    with pytest.raises(Unavailable, match="1 state waits"):
         run.training.host.drain()
     database.is_away.clear()
     repo.flush()

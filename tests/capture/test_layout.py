@@ -41,7 +41,7 @@ def test_chunks_of_large_tensors_can_be_digested_where_they_lie(
     lengths = plan.layout.chunk_lengths
     assert [*gaps(plan.specs, lengths)] == plan.gaps
     assert all(last - first < ALIGNED_BYTES for _, first, last in plan.gaps)
-    slots = arena.acquire(plan.slot_count)
+    slots = arena.acquire(plan.layout.chunk_lengths)
     assert slots is not None
     arena.flat.fill_(0xA5)  # as if other states had lain there
     job = CopyJob(plan, slots, on_done=lambda _: None)
@@ -84,11 +84,13 @@ def test_states_of_one_content_have_one_digest_whatever_lay_in_their_slots(tmp_p
 def dirty(repo: Repository, byte: int) -> None:
     """Fill the slots that no state has."""
     arena = repo.core.engage().arena
-    free = arena.acquire(arena.available)
-    assert free is not None
-    for slot in free:
-        arena.tensor(slot).fill_(byte)
-    arena.release(free)
+    free = list(iter(lambda: arena.acquire([CHUNK_BYTES]), None))
+    for slots in free:
+        arena.tensor(slots[0]).fill_(byte)
+    for start, end in arena._extents.items():
+        arena.flat[start:end].fill_(byte)
+    for slots in free:
+        arena.release(slots)
 
 
 def digests(repo: Repository, rev: str) -> tuple[bytes, ...]:

@@ -13,8 +13,9 @@ from datastates import Config, InvalidInput, Status, Unavailable
 from datastates.capture.engine import Engine
 from datastates.capture.events import Adopted, Evict, LineOpened, Recorded, RefsChanged, RoomNeeded, Wanted, Written
 from datastates.config import BackPressure
+from datastates.content.manifest import CHUNK_BYTES
 from datastates.policy.cadence import Cadence
-from datastates.policy.keeping import FEW, FEWEST, slots_kept
+from datastates.policy.keeping import FEW, FEWEST, bytes_kept
 
 NEVER = Cadence(every=None, interval_s=None)
 
@@ -40,7 +41,7 @@ def evicted(made: Engine, *uids: str, line: str = "main") -> list[str]:
 
 
 def room(made: Engine) -> tuple[str, ...]:
-    return next((action.uids for action in made.handle(RoomNeeded(9, False, BackPressure.WAIT)) if isinstance(action, Evict)), ())
+    return next((action.uids for action in made.handle(RoomNeeded((9,), False, BackPressure.WAIT)) if isinstance(action, Evict)), ())
 
 
 def test_what_is_older_than_the_newest_leaves_as_the_next_is_recorded() -> None:
@@ -61,11 +62,11 @@ def test_what_is_named_or_wanted_stays_until_it_is_on_disk() -> None:
     evicted(made, "a")
     made.handle(RefsChanged(frozenset({"a"}), {"main": "a"}))
     assert evicted(made, "b", "c") == ["b"], "a is tagged, and is being written"
-    made.handle(Written("a"))
+    made.handle(Written(("a",)))
     assert evicted(made, "d") == ["a", "c"]
     made.handle(Wanted("d"))
     assert evicted(made, "e") == []
-    made.handle(Written("d"))
+    made.handle(Written(("d",)))
     assert evicted(made, "f") == ["d", "e"]
 
 
@@ -88,7 +89,7 @@ def test_room_is_made_of_what_is_not_to_be_kept_first() -> None:
 
 def test_room_for_as_many_is_made_warm() -> None:
     def kept(latest: int | None, capacity: int = 10_000) -> int:
-        return slots_kept([100], capacity, is_given=False, latest=latest)
+        return bytes_kept([100 * CHUNK_BYTES], capacity * CHUNK_BYTES, is_given=False, latest=latest) // CHUNK_BYTES
 
     assert kept(None) == kept(2) == FEW * 100
     assert kept(1) == FEWEST * 100

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import threading
 from contextlib import closing
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+import pytest
 import torch
 
 import datastates
+from datastates.capture.events import RefsChanged
 from datastates.capture.named import Named
 from datastates.capture.runner import Runner
 from datastates.lineage.change import refs
 from datastates.lineage.database import Database
+from datastates.lineage.states import Ref, RefKind
+
+if TYPE_CHECKING:
+    from sqlalchemy.orm import Session
 
 
 def test_a_name_that_was_committed_after_a_younger_one_is_seen(tmp_path: Path, postgresql_url: str) -> None:
@@ -52,3 +60,53 @@ def test_of_many_ranks_only_the_first_looks_whenever_it_is_asked_to(tmp_path: Pa
             found = looking[place].look(is_forced=True)
             assert found is not None
             assert found.tagged == {state.uid}
+
+
+@pytest.mark.parametrize("backend", ["sqlite", "postgresql"])
+def test_a_look_reads_only_the_refs_that_changed_and_knows_all(
+    backend: str, tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = tmp_path if backend == "sqlite" else request.getfixturevalue("postgresql_url")
+    with datastates.open(url, packs=tmp_path / "packs", memory_bytes=32 << 20) as repo, repo.track(x=torch.ones(3), rng=False) as run:
+        first, second = run.capture().wait(), run.capture().wait()
+        for number in range(50):
+            repo.tag(f"tag-{number}", first)
+        host = repo.core.host()
+        assert isinstance(host, Runner)
+        named = Named(repo.core.database, host._register.journal)
+        while named.look() is not None:
+            pass
+
+        def seen() -> RefsChanged:
+            found = named.look(is_forced=True)
+            assert found is not None
+            there = repo.refs()
+            assert found.branches == {ref.name: ref.state for ref in there if ref.kind is RefKind.BRANCH}
+            assert found.tagged == {ref.state for ref in there if ref.kind is RefKind.TAG}
+            while named.look() is not None:
+                pass
+            return found
+
+        repo.branch("side", first)
+        assert seen().branches["side"] == first.uid
+        repo.move("side", second, expected=first)
+        repo.tag("other", second)
+        assert second.uid in seen().tagged
+        repo.rename("other", "renamed")
+        repo.rename("side", "elsewhere")
+        assert seen().tagged == {first.uid, second.uid}
+        repo.delete_ref("renamed")
+        repo.delete_ref("elsewhere")
+        assert seen().tagged == {first.uid}
+        repo.branch("last", first)
+        read, moved, here = list[str](), refs.moved, threading.get_ident()
+
+        def reading(session: Session, after: int) -> dict[str, Ref | None]:
+            found = moved(session, after)
+            if threading.get_ident() == here:  # the engine looks too
+                read.extend(found)
+            return found
+
+        monkeypatch.setattr("datastates.capture.named.lineage_refs.moved", reading)
+        seen()
+        assert set(read) == {"last"}, "nothing else was read"

@@ -68,7 +68,7 @@ def test_large_tensors_of_mixed_types_come_back_deferred(arena: Arena, stager: S
 def test_a_tensor_that_straddles_chunks_comes_back(arena: Arena, stager: Stager) -> None:
     sources = [torch.randn(300_000), torch.randn(3 * CHUNK_BYTES // 8), torch.randn(77)]
     plan = plan_of(*sources, deferred=True)
-    assert plan.slot_count == 3  # two for the large ones, one for the small
+    assert len(plan.sizes) == 3  # two for the large ones, one for the small
     assert [len(source.pieces) for source in plan.sources if source.is_deferred] == [1, 2]
     assert plan.layout.bytes_total == sum(source.nbytes for source in sources) + 128, "the second one begins at a whole KiB"
     assert_comes_back(plan, sources, arena, stager)
@@ -99,8 +99,8 @@ def test_memory_formats_expansions_and_odd_shapes_come_back(arena: Arena, stager
 
 
 def test_a_state_without_a_tensor_takes_no_slot() -> None:
-    assert plan_of().slot_count == 0
-    assert plan_of(torch.empty(0)).slot_count == 0
+    assert len(plan_of().sizes) == 0
+    assert len(plan_of(torch.empty(0)).sizes) == 0
 
 
 def test_what_stays_the_same_lies_in_chunks_of_its_own() -> None:

@@ -36,6 +36,7 @@ def arena() -> Iterator[Arena]:
     ids=lambda value: ",".join(map(str, value)) if isinstance(value, list) else str(value),
 )
 def test_a_stretch_goes_in_as_few_pieces_as_its_slots_lie_together(slots: list[int], pieces: int, arena: Arena) -> None:
+    slots = [slot * CHUNK_BYTES for slot in slots]
     flat = torch.randint(0, 256, (3 * CHUNK_BYTES,), dtype=torch.uint8)
     pairs = placed([(1000, flat)], slots, arena)
     assert len(pairs[0]) == pieces
@@ -45,8 +46,8 @@ def test_a_stretch_goes_in_as_few_pieces_as_its_slots_lie_together(slots: list[i
 
 
 def test_a_piece_lies_in_one_registration(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arena, "is_joint", lambda first, last: (first < 4) == (last < 4))
-    targets, _ = placed([(0, torch.zeros(4 * CHUNK_BYTES, dtype=torch.uint8))], [2, 3, 4, 5], arena)
+    monkeypatch.setattr(arena, "is_joint", lambda first, last: (first < 4 * CHUNK_BYTES) == (last < 4 * CHUNK_BYTES))
+    targets, _ = placed([(0, torch.zeros(4 * CHUNK_BYTES, dtype=torch.uint8))], [slot * CHUNK_BYTES for slot in (2, 3, 4, 5)], arena)
     assert [target.numel() // CHUNK_BYTES for target in targets] == [2, 2]
 
 

@@ -270,7 +270,7 @@ def check_what_memory_lets_go_of(repo: Repository, crossed: list[int], *, is_mea
     def meanwhile(step: Digest, work: Work) -> None:
         let_go()
         for chunk in work.known:
-            step._arena.tensor(work.slots[chunk]).fill_(255)  # nothing was copied there
+            step._arena.tensor(work.slots[chunk], work.lengths[chunk]).fill_(255)  # nothing was copied there
         process(step, work)
 
     def capture() -> Capture:

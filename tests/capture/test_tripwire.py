@@ -8,14 +8,14 @@ import torch
 from datastates.capture.tripwire import SAMPLES, STATE_SAMPLES, Tripwire, Watched
 from datastates.content.manifest import CHUNK_BYTES
 
-SLOTS = (3, 0, 2)
+SLOTS = (3 * CHUNK_BYTES, 64, 2 * CHUNK_BYTES)
 
 
 def place(arena: torch.Tensor, start: int, data: torch.Tensor) -> None:
     """Copy a stretch of the stream into its slots."""
     for position, piece in zip(range(start, start + data.numel(), 1 << 20), data.split(1 << 20), strict=True):
         chunk, offset = divmod(position, CHUNK_BYTES)
-        at = SLOTS[chunk] * CHUNK_BYTES + offset
+        at = SLOTS[chunk] + offset
         arena[at : at + piece.numel()] = piece
 
 
@@ -23,7 +23,7 @@ def place(arena: torch.Tensor, start: int, data: torch.Tensor) -> None:
 def test_a_changed_sample_of_a_copy_in_several_chunks_names_its_tensor(dtype: torch.dtype) -> None:
     size = min(8, dtype.itemsize)
     lengths = {"first": (3 << 20, STATE_SAMPLES), "second": (7 << 20, SAMPLES), "third": (2 << 20, STATE_SAMPLES)}
-    arena, start, watched = torch.zeros(4 * CHUNK_BYTES, dtype=torch.uint8), 0, []
+    arena, start, watched = torch.zeros(5 * CHUNK_BYTES, dtype=torch.uint8), 0, []
     for path, (length, count) in lengths.items():
         tensor = torch.randint(256, (length,), dtype=torch.uint8).view(dtype)
         watched.append(Watched(path, tensor, tensor.view(torch.uint8), start, count))
@@ -40,7 +40,7 @@ def test_a_changed_sample_of_a_copy_in_several_chunks_names_its_tensor(dtype: to
         step = (item.flat.numel() // size - 1) // (item.samples - 1)
         for index in range(item.samples):
             chunk, offset = divmod(item.start + index * step * size, CHUNK_BYTES)
-            at = SLOTS[chunk] * CHUNK_BYTES + offset
+            at = SLOTS[chunk] + offset
             arena[at] ^= 1
             assert torn() == [item.path], index
             arena[at] ^= 1

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from datastates.cli.app import app
 from datastates.content.envelope import wrap
-from datastates.content.manifest import VERSION
+from datastates.content.manifest import VERSION, Origin
 from datastates.lineage import Database, Edge, EdgeKind, Run, Status
 from datastates.lineage.change import record, refs, replicas, runs
 from datastates.store.naming import manifest_name
@@ -69,7 +69,8 @@ def build_lineage(root: Path) -> None:
     database.close()
     (root / "packs").mkdir()
     needed = [["p.safetensors", 4096, 0, b""]]
-    body = msgspec.msgpack.encode([VERSION, "d" * 64, None, None, needed])  # as much of a manifest as these commands look at
+    origin = Origin(uid("1", 3), (), (), None, None, 3, 0, 0, None, {}, {})
+    body = msgspec.msgpack.encode([VERSION, "d" * 64, origin, None, needed])  # as much of a manifest as these commands look at
     (root / "packs" / manifest_name(uid("1", 3), 0)).write_bytes(wrap(VERSION, body))
 
 

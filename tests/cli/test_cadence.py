@@ -47,7 +47,7 @@ def test_it_says_what_was_chosen_what_it_cost_and_what_each_policy_would_choose(
     assert "a write took 1.5 s and delayed by 70 ms (900 captures, 40 writes)" in done.out
     assert "1 of 4 processes died in 2 d: reckoned with is a failure every 36 h, with one in 24 h added" in done.out
     rows = {line.split()[0]: line for line in done.out.splitlines()[5:]}
-    assert list(rows) == ["cadence", "seconds:30", "checkfreq:3.5%", "young", "daly::first", "daly", "two-level"]
+    assert list(rows) == ["cadence", "auto", "seconds:30", "checkfreq:3.5%", "young", "daly::first", "daly", "two-level"]
     assert "2.25 min" in rows["young"], "the root of 2 * 0.07 s * 36 h"
     assert "waste is what writes and failures are expected to cost" in done.err
 

@@ -18,7 +18,7 @@ from .conftest import Invoke
 
 GO_ON = {"serve", "demo", "doctor"}
 """What does not end by itself, or takes long: of these the line is only read."""
-FIRST = ("init", "tag", "export", "import")
+FIRST = ("branch", "init", "tag", "export", "import")
 
 
 @pytest.fixture

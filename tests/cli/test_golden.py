@@ -30,7 +30,7 @@ COMMANDS = {
     "best": ["best", "loss", "-n", "3"],
     "chosen": ["branches", "metrics.loss < 0.5", "--sort", "best", "-n", "3"],
 }
-HINTS = ("$ ", "these are", "the best that", "nothing is", "no ", "no room")
+HINTS = ("$ ", "these are", "o marks", "the best that", "nothing is", "no ", "no room")
 WIDTHS = {"80": 80, "200": 200, "pipe": None}
 RUN = """
 import io, os, sys

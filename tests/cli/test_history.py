@@ -29,7 +29,7 @@ def test_log_begins_at_main(invoke: Invoke) -> None:
 
     assert states[0]["uid"] == uid("1", 8)
     assert {state["uid"] for state in states} == {uid("1", n) for n in range(1, 9)} | {uid("f", n) for n in range(4, 7)}
-    assert list(states[0]) == STATE_FIELDS
+    assert list(states[0]) == [*STATE_FIELDS, "restorable"]
     position = {state["uid"]: index for index, state in enumerate(states)}
     assert all(position[parent] > position[state["uid"]] for state in states for parent in state["parents"])
 
@@ -80,6 +80,17 @@ def test_log_draws_lanes(invoke: Invoke) -> None:
     assert len({line.index(" step ") for line in drawn.splitlines() if " step " in line}) > 1
 
 
+def test_log_marks_the_states_that_cannot_be_restored(invoke: Invoke) -> None:
+    done = invoke("log", "warm", "--oneline")
+    marks = {line.split()[1]: line[0] for line in done.out.splitlines()}
+    assert marks == {uid("1", 3)[:10]: "*", uid("1", 2)[:10]: "o", uid("1", 1)[:10]: "*"}
+    assert "o marks states that cannot be restored" in done.err
+    assert "cannot be restored" not in invoke("log", "fork", "-n", "2").err
+    fields = {state["uid"]: state["restorable"] for state in invoke("log", "--json").lines}
+    assert [each for each, restorable in fields.items() if not restorable] == [uid("1", 2)]
+    assert [state["restorable"] for state in invoke("find", "step <= 3", "--json").lines].count(False) == 1
+
+
 def test_long_log_tells_more(invoke: Invoke) -> None:
     out = invoke("log", "fork", "-n", "1", "--no-graph").out
 
@@ -109,6 +120,7 @@ def test_show_tells_all_that_is_known(invoke: Invoke) -> None:
         "train.py --lr 0.1",
         "c0ffeec0ffee with changes",
         "torch 2.13.0",
+        "kept        11 captured, 10 can be restored, 1.0 KiB of data on disk",
     ):
         assert text in out
     assert "soup, weight 0.5" in invoke("show", "main").out
@@ -117,7 +129,7 @@ def test_show_tells_all_that_is_known(invoke: Invoke) -> None:
 def test_show_as_json_has_stable_fields(invoke: Invoke) -> None:
     shown = invoke("show", "warm", "--json").json
 
-    assert list(shown) == [*STATE_FIELDS, "refs", "children", "origins", "replicas", "packs", "run_record", "notes", "parts"]
+    assert list(shown) == [*STATE_FIELDS, "refs", "children", "origins", "replicas", "packs", "run_record", "notes", "parts", "added"]
     assert shown["children"] == [uid("1", 4), uid("f", 4)]
     assert shown["packs"] == [{"name": "p.safetensors", "bytes": 4096}]
     assert [replica["tier"] for replica in shown["replicas"]] == ["local", "memory"]
@@ -131,7 +143,7 @@ def test_find_lists_what_the_query_asks_for(invoke: Invoke) -> None:
 
     assert found.code == 0, found.err
     assert [state["uid"] for state in found.lines] == [uid("1", 7), uid("1", 6)]
-    assert list(found.lines[0]) == STATE_FIELDS
+    assert list(found.lines[0]) == [*STATE_FIELDS, "restorable"]
     table = invoke("find", "metrics.val_loss < 0.6 order by step").out.splitlines()
     assert table[0].split()[:5] == ["state", "step", "branch", "val_loss", "loss"]
     assert [line.split()[1] for line in table[1:]] == ["4", "6"]

@@ -23,7 +23,7 @@ def folder(tmp_path: Path) -> Path:
 def test_a_folder_becomes_a_branch_by_one_command_and_comes_out_again(folder: Path, invoke: Invoke, tmp_path: Path) -> None:
     assert invoke("init", "runs").code == 0
     dry = invoke("import", folder, "--pattern", "step_{step}.pt", "--dry-run")
-    assert "4 files would become states of branch imported" in dry.out
+    assert "4 files would go to branch imported" in dry.out
     assert "step 3: step_3.pt (torch)" in dry.out
 
     done = invoke("import", folder, "--pattern", "step_{step}.pt", "--branch", "old")
@@ -47,3 +47,21 @@ def test_what_is_refused_is_named_with_the_next_step(folder: Path, invoke: Invok
     assert "--pattern" in invoke("import", folder).err
     assert invoke("export", "imported").code == 5
     assert invoke("export", "imported", "--into", tmp_path / "out", "--format", "zip").code == 5
+
+
+def test_an_import_makes_the_repository_and_a_dry_run_does_not(folder: Path, invoke: Invoke, tmp_path: Path) -> None:
+    source, bundle = tmp_path / "source", tmp_path / "bundle"
+    assert invoke("--repo", source, "import", folder, "--pattern", "step_{step}.pt", "--dry-run").code != 0
+    assert not source.exists()
+    done = invoke("--repo", source, "import", folder, "--pattern", "step_{step}.pt", "--branch", "one")
+    assert (done.code, done.out) == (0, "4 states on branch one\n"), done
+    assert invoke("--repo", source, "export", "one", "--bundle", bundle).code == 0
+
+    for other in (tmp_path / "nothing", folder):
+        missing = invoke("--repo", tmp_path / "new", "import", other)
+        assert (missing.code, "holds no bundle" in missing.err) == (3, True)
+        assert not (tmp_path / "new").exists()
+    done = invoke("--repo", tmp_path / "new", "import", bundle)
+    assert done.code == 0, done
+    assert done.out.startswith(f"1 state from {bundle}")
+    assert "; 3 ancestors without bytes" in done.out

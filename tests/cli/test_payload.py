@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 import datastates
+from datastates.upkeep.eviction import evict
 from tests.cli.conftest import Invoke
 
 
@@ -33,6 +34,19 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, t
 def repo(trained: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path) -> Path:
     """A copy that a test may damage."""
     return Path(shutil.copytree(trained[0], tmp_path / "runs"))
+
+
+def test_restore_takes_the_nearest_state_that_was_kept(repo: Path, invoke: Invoke, tmp_path: Path) -> None:
+    into = ("--into", tmp_path / "out.safetensors", "--json")
+    with datastates.open(repo) as opened:
+        gone, kept = opened.state("main~1").uid, opened.state("main~2").uid
+        evict(opened.core, gone)
+    refused = invoke("--repo", repo, "restore", "main~1", *into)
+    assert (refused.code, "take step 1 with nearest=True" in refused.out + refused.err) == (7, True)
+    assert not (tmp_path / "out.safetensors").exists()
+    done = invoke("--repo", repo, "restore", "main~1", "--nearest", *into)
+    assert (done.code, done.json["state"], done.json["step"]) == (0, kept, 1)
+    assert invoke("--repo", repo, "restore", "main", "--nearest", "--force", *into).json["step"] == 3
 
 
 def test_restore_writes_one_file(repo: Path, trained: tuple[Path, dict[str, torch.Tensor]], invoke: Invoke, tmp_path: Path) -> None:

@@ -115,3 +115,34 @@ def test_server_repository_needs_packs(invoke: Invoke, tmp_path: Path) -> None:
     assert failed.code == 5
     assert "DATASTATES_PACKS" in failed.err
     assert "secret" not in failed.err
+
+
+def test_branch_is_renamed_with_its_history(invoke: Invoke) -> None:
+    assert invoke("branch", "-m", "main", "exp").out == "branch main is exp now\n"
+    assert [ref["name"] for ref in invoke("branch", "--json").lines] == ["exp", "fork"]
+    (exp,) = [one for one in invoke("branches", "--json").lines if one["name"] == "exp"]
+    assert exp["states"] == 8
+    assert invoke("branch", "-m", "exp", "fork").code == 4
+    assert invoke("branch", "-m", "nothing", "new").code == 3
+    assert invoke("branch", "-m", "exp").code == invoke("branch", "-m", "exp", "a", "b").code == 2
+
+
+def test_tag_of_a_state_whose_bytes_are_gone_is_made_with_a_warning(invoke: Invoke, caplog: pytest.LogCaptureFixture) -> None:
+    done = invoke("tag", "gone", "main~6")
+
+    assert done.code == 7
+    assert done.out.startswith("tag gone names")
+    assert caplog.messages == [
+        f"tag 'gone' names state {uid('1', 2)[:10]} (step 2), which is evicted and cannot be restored: "
+        f"the nearest state that has its bytes is {uid('1', 1)[:10]} (step 1)"
+    ]
+    moved = invoke("tag", "warm", "main~6", "--move", "--json")
+    assert (moved.code, moved.json["state"]) == (7, uid("1", 2))
+    assert "tag 'warm' names" in caplog.messages[1]
+    assert [ref["state"] for ref in invoke("tag", "--json").lines] == [uid("1", 2)] * 2
+    assert invoke("tag", "fine", "main").code == invoke("branch", "twig", "main~6").code == 0
+
+
+def test_deletion_without_bytes_takes_any_name(invoke: Invoke) -> None:
+    assert invoke("rm", "warm").code == invoke("rm", "fork").code == 0
+    assert invoke("rm", "warm").code == 3

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,7 @@ import torch
 from torch import nn
 
 import datastates
+from datastates.cli.shell import Shell
 from tests.cli.conftest import Invoke
 
 
@@ -36,7 +39,7 @@ def test_du_says_what_dropping_each_branch_or_state_would_free(runs: str, invoke
     assert [use["step"] for use in states] == list(range(10, 0, -1))
     assert [use["stays"] for use in states if use["stays"]] == ["the head of branch 'main'", "branch 'fork' forks here"]
     said = invoke("-r", runs, "du").out
-    assert "13 states take 1." in said
+    assert "13 states, 1." in said
     assert "dropping it frees" in invoke("-r", runs, "du", "main", "-n", "2").out
     assert "these are the newest 2 of 10" in invoke("-r", runs, "du", "main", "-n", "2").err
     assert invoke("-r", runs, "du", "nobody").code != 0
@@ -54,3 +57,18 @@ def test_prune_drops_what_its_policy_does_not_keep_and_a_dry_run_nothing(runs: s
     assert "0 states dropped" in invoke("-r", runs, "prune").out, "by default everything stays"
     refused = invoke("-r", runs, "prune", "--keep", "newest:3")
     assert (refused.code != 0, "'newest:3' is none of all, latest:N" in refused.err) == (True, True)
+
+
+@pytest.mark.parametrize("command", [("du",), ("prune", "--keep", "latest:2")])
+def test_progress_of_long_work_is_shown_to_people(
+    command: tuple[str, ...], runs: str, invoke: Invoke, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown = list[tuple[int, int]]()
+
+    @contextmanager
+    def counting(shell: Shell, what: str) -> Iterator[Callable[[int, int], None]]:
+        yield lambda done, total: shown.append((done, total))
+
+    monkeypatch.setattr("datastates.cli.room.counting", counting)
+    assert invoke("-r", runs, *command).code == 0
+    assert shown[0] == (13, 13)

@@ -162,7 +162,10 @@ def test_server_that_cannot_start_says_why(invoke: Invoke, root: Path, arguments
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("http://127.0.0.1:0", "--tls-cert", "cert", "--tls-key", "key"), "--tls-cert and --tls-key concern only tcp:// and ucx://"),
+        (
+            ("http://127.0.0.1:0", "--tls-certificate", "cert", "--tls-key", "key"),
+            "--tls-certificate and --tls-key concern only tcp:// and ucx://",
+        ),
         (("http://127.0.0.1:0", "--tls-key", "key"), "proxy before the page (docs/deployment.md"),
         (("--port", "0", "--token-file", "token"), "--web-tokens"),
         (("http://127.0.0.1:0", "--writable"), "--write lets the page write"),

@@ -70,7 +70,7 @@ def test_doctor_reports_every_subject_with_a_next_step(invoke: Invoke, root: Pat
     assert names | {"disk space", "retention", "direct I/O", "buffered"} == set(found)
     assert report["ok"] is True
     assert found["torch"]["status"] == "ok"
-    assert "11 states, 3 branches and tags" in found["lineage"]["detail"]
+    assert "11 states, 3 names" in found["lineage"]["detail"]
     assert "/s" in found["buffered"]["detail"]
     assert all(check["next"] for check in report["checks"] if check["status"] == "missing")
     assert list(root.glob(".datastates-doctor*")) == []

@@ -35,7 +35,7 @@ def damage(repo: Path) -> str:
         uid = opened.state("main").uid
     path = repo / "packs" / f"{uid}.0.safetensors"
     data = bytearray(path.read_bytes())
-    data[4096] ^= 1
+    data[-1] ^= 1
     path.write_bytes(data)
     return uid
 
@@ -47,7 +47,7 @@ def test_verify_of_everything_names_state_chunk_and_tensor_and_ends_as_corrupt(r
     done = invoke("--repo", repo, "verify")
     assert done.code == 6
     assert f"state {uid}: chunk 0 (weight): " in done.out
-    assert "1 of them are damaged" in done.out
+    assert "1 damaged" in done.out
     told = invoke("--repo", repo, "verify", "--json").json
     assert (told["ok"], told["damage"][0]["state"], told["damage"][0]["tensors"]) == (False, uid, ["weight"])
 
@@ -74,10 +74,10 @@ def test_repair_brings_back_what_another_repository_has(repo: Path, trained: Pat
     uid = damage(repo)
     done = invoke("--repo", repo, "repair")
     assert done.code == 6
-    assert "0 states repaired, 1 stay damaged" in done.out
+    assert "0 states repaired, 1 still damaged" in done.out
     assert "the nearest ancestor that can be restored is " in done.out
     done = invoke("--repo", repo, "repair", "--from", trained)
-    assert (done.code, done.out) == (0, f"1 states repaired, 0 stay damaged\nstate {uid}: every byte as it was\n")
+    assert (done.code, done.out) == (0, f"1 state repaired, 0 still damaged\nstate {uid}: every byte as it was\n")
     assert invoke("--repo", repo, "repair", "--from", repo / "nothing").code == 3
     assert invoke("--repo", repo, "gc", "--dry-run", "--json").json["packs"] == 1
 
@@ -89,7 +89,7 @@ def test_repair_brings_back_what_a_server_has(repo: Path, trained: Path, tmp_pat
     token.chmod(0o600)
     with datastates.open(trained) as theirs, theirs.serve("tcp://127.0.0.1:0", token=token.read_text().strip()) as server:
         done = invoke("--repo", repo, "repair", "--peer", server.url, "--token-file", token)
-        assert (done.code, done.out) == (0, f"1 states repaired, 0 stay damaged\nstate {uid}: every byte as it was\n")
+        assert (done.code, done.out) == (0, f"1 state repaired, 0 still damaged\nstate {uid}: every byte as it was\n")
         url = server.url
     assert invoke("--repo", repo, "verify").code == 0
     done = invoke("--repo", repo, "repair", "--peer", url, "--token-file", token)
@@ -105,8 +105,8 @@ def test_gc_says_how_much_before_and_after(repo: Path, invoke: Invoke) -> None:
     done = invoke("--repo", repo, "gc")
     assert done.out.splitlines() == [
         "3.0 KiB freed",
-        "  1 packs that no state needs: 2.0 KiB",
-        "  1 files that a dead process left half written: 1.0 KiB",
+        "  1: packs that no state needs, 2.0 KiB",
+        "  1: files that a dead process left half written, 1.0 KiB",
     ]
     assert invoke("--repo", repo, "gc", "--json").json["bytes_freed"] == 0
 
@@ -115,7 +115,7 @@ def test_reindex_says_what_came_back_and_what_is_lacking(repo: Path, invoke: Inv
     assert invoke("--repo", repo, "reindex").code == 4
     done = invoke("--repo", repo, "reindex", "--replace")
     assert done.code == 0
-    assert "3 states, 3 of them can be restored here\n1 branches, 0 tags, 0 notes, 3 lines of reflogs\n" in done.out
+    assert "3 states, 3 restorable here\n1 branch, 0 tags, 0 notes, 3 ref events\n" in done.out
     assert "lineage.db.replaced-1" in done.out
     (repo / "lineage.db").unlink()
     done = invoke("--repo", repo, "log")

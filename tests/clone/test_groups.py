@@ -238,7 +238,7 @@ def test_clone_of_which_a_part_cannot_be_had_is_refused_by_name_and_leaves_nothi
             assert same(tensors, make(2, CHUNKS))
             if how == "killed":  # from the beginning
                 with pytest.raises(Unavailable, match=rf"nobody has the part of rank 1: .*{urls[1]} does not answer"):
-                    peer.clone("main", repo=repo)
+                    peer.clone(uid, repo=repo)
                 assert_nothing_is_left(repo, uid)
 
 

@@ -371,25 +371,22 @@ def test_the_memory_of_one_clone_serves_the_next() -> None:
     assert digest(fresh) == digest(here)
 
 
-class Failing(nn.Linear):
-    """A layer that does not take its state."""
+class Failing(torch.Generator):
+    """A generator, which is restored last, that does not take its state."""
 
-    def get_extra_state(self) -> dict[str, int]:
-        return {"version": 1}
-
-    def set_extra_state(self, state: object) -> None:
+    def set_state(self, new_state: Tensor) -> Any:
         raise RuntimeError("not this one")
 
 
 def test_memory_that_a_clone_gave_away_before_it_failed_serves_no_other() -> None:
     def make(seed: int) -> Objects:
         torch.manual_seed(seed)
-        model = Failing(512, 512)
+        model = nn.Linear(512, 512)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         if seed < 3:
             model(torch.randn(4, 512)).square().mean().backward()
             optimizer.step()
-        return {"optimizer": optimizer, "model": model}
+        return {"optimizer": optimizer, "model": model, "generator": Failing()}
 
     def moments(objects: Objects) -> list[Tensor]:
         return [entry["exp_avg"] for entry in objects["optimizer"].state.values()]

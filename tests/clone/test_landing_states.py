@@ -64,7 +64,7 @@ def test_a_state_arrives_whole() -> None:
     placed = sink.adopt()
     assert (placed.bytes_new, placed.manifest.packs, placed.manifest.refs) == (3 * CHUNK_BYTES, (), ())
     assert room.holds(source)
-    assert room.arena.available == 1
+    assert room.arena.available == CHUNK_BYTES
     with pytest.raises(Closed):
         sink.adopt()
     sink.abandon()
@@ -85,7 +85,7 @@ def test_a_chunk_that_is_in_a_state_twice_is_asked_for_once() -> None:
     assert room.clone(source) == [0, 1]
     assert room.holds(source)
     room.memory.remove("a")
-    assert room.arena.available == 2
+    assert room.arena.available == 2 * CHUNK_BYTES
 
 
 def test_a_shared_chunk_stays_while_the_clone_is_under_way() -> None:
@@ -94,7 +94,7 @@ def test_a_shared_chunk_stays_while_the_clone_is_under_way() -> None:
     source = state("b", 1, 3)
     sink = room.sink(source)
     room.memory.remove("a")
-    assert room.arena.available == 2
+    assert room.arena.available == 2 * CHUNK_BYTES
     feed(sink, source.chunks)
     sink.adopt()
     assert room.holds(source)
@@ -109,25 +109,25 @@ def test_an_abandoned_clone_gives_everything_back() -> None:
     assert room.arena.available == 0
     sink.abandon()
     sink.abandon()
-    assert room.arena.available == 2
+    assert room.arena.available == 2 * CHUNK_BYTES
     with pytest.raises(Closed):
         sink.buffers(2)
     with pytest.raises(Closed):
         sink.adopt()
     assert sink.pieces(1) is None
     room.memory.remove("a")
-    assert room.arena.available == 4
+    assert room.arena.available == 4 * CHUNK_BYTES
 
 
 def test_a_state_that_can_never_fit_is_refused() -> None:
     room = Room(2)
-    with pytest.raises(OverBudget, match=r"3 slots.*has 2"):
+    with pytest.raises(OverBudget, match=f"takes {3 * CHUNK_BYTES} bytes.*has {2 * CHUNK_BYTES}"):
         room.sink(state("a", 1, 2, 3))
     room.clone(state("b", 1))
     with pytest.raises(OverBudget, match="not free"):
         room.sink(state("c", 2, 3))
     room.memory.remove("b")
-    assert room.arena.available == 2
+    assert room.arena.available == 2 * CHUNK_BYTES
 
 
 def test_wrong_bytes_are_asked_for_again_and_a_part_is_not_adopted() -> None:
@@ -157,10 +157,10 @@ def test_two_clones_of_one_state_at_once_are_one_state() -> None:
         thread.join()
     assert first.adopt().bytes_new == 2 * CHUNK_BYTES
     assert second.adopt().bytes_new == 0
-    assert room.arena.available == 2
+    assert room.arena.available == 2 * CHUNK_BYTES
     assert room.holds(source)
     room.memory.remove("a")
-    assert room.arena.available == 4
+    assert room.arena.available == 4 * CHUNK_BYTES
 
 
 def test_what_somebody_else_brought_meanwhile_gives_its_slot_back() -> None:
@@ -169,7 +169,7 @@ def test_what_somebody_else_brought_meanwhile_gives_its_slot_back() -> None:
     feed(sink, source.chunks)
     room.clone(state("b", 2, 3))
     assert sink.adopt().bytes_new == CHUNK_BYTES
-    assert room.arena.available == 2
+    assert room.arena.available == 2 * CHUNK_BYTES
     assert room.holds(source)
     room.memory.remove("b")
     assert room.holds(source)
@@ -183,7 +183,7 @@ def test_a_state_of_the_same_uid_and_other_content_is_a_conflict() -> None:
     with pytest.raises(Conflict, match="another state"):
         sink.adopt()
     sink.abandon()
-    assert room.arena.available == 3
+    assert room.arena.available == 3 * CHUNK_BYTES
     assert room.holds(state("a", 1))
 
 
@@ -230,7 +230,7 @@ def adopted(repo: datastates.Repository, source: Sent) -> None:
     host, memory, arena = repo.core.host(), repo.core.tiers.captured, repo.core.arena
     assert memory is not None
     assert arena is not None
-    sink = StateSink(source.checked, memory, arena, lambda count: host.acquire(count, datastates.BackPressure.WAIT))
+    sink = StateSink(source.checked, memory, arena, lambda lengths: host.acquire(lengths, datastates.BackPressure.WAIT))
     feed(sink, source.chunks)
     facts = StateFacts(source.manifest.origin.uid, None, None, repo.core.run_uid, source.manifest.origin.step)
     host.take_in(Coming(facts, source.manifest.digest, sum(map(len, source.chunks)), sink.adopt), record.record)

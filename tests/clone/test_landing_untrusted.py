@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from datastates.clone.landing import CheckedManifest, ObjectsSink, StateSink, read_manifest
 from datastates.content.digest import chunk_digest, encode, state_digest
 from datastates.content.envelope import wrap
-from datastates.content.manifest import CHUNK_BYTES, Chunk, Content, Manifest, Origin
+from datastates.content.manifest import CHUNK_BYTES, VERSION, Chunk, Content, Manifest, Origin
 from datastates.content.skeleton import _escape_kept
 from datastates.content.tree import unflatten
 from datastates.errors import Corrupt, DatastatesError, PeerFault, Unavailable
@@ -164,7 +164,7 @@ def _built(plain: Any, lengths: list[int], origin: Origin) -> Manifest:
         digest = state_digest(content, origin.parent_digests)
     except OverflowError:
         digest = "0" * 64
-    return Manifest(1, digest, origin, content)
+    return Manifest(VERSION, digest, origin, content)
 
 
 def _copy(item: Any) -> Any:
@@ -347,8 +347,8 @@ def test_a_wrong_digest_and_an_unknown_version_are_refused() -> None:
     later = msgspec.msgpack.encode(msgspec.structs.replace(_ORIGINAL.manifest, version=9))
     with pytest.raises(Unavailable, match="version 9"):
         read_manifest(wrap(9, later), source="a peer")
-    with pytest.raises(Corrupt, match="version 9 inside and 1 outside"):
-        read_manifest(wrap(1, later), source="a peer")
+    with pytest.raises(Corrupt, match="version 9 inside and 2 outside"):
+        read_manifest(wrap(VERSION, later), source="a peer")
 
 
 def test_a_dtype_that_is_not_known_here_is_unavailable() -> None:

@@ -21,7 +21,7 @@ import torch
 import datastates
 from datastates import Closed, Config, Conflict, Corrupt, InvalidInput, NotFound, OverBudget, Repository, Status, Unauthorized, Unavailable
 from datastates.clone import serving
-from datastates.clone.records import record_of, state_of
+from datastates.clone.records import record_of, records_of, state_of, states_of
 from datastates.clone.serving import RepositoryStore
 from datastates.config import BackPressure
 from datastates.content import digest
@@ -196,7 +196,7 @@ def test_a_state_that_is_cloned_keeps_its_memory_until_it_is_done(tmp_path: Path
         assert not any(pieces(source, 0)[0].cast("Q"))
         held = repo.core.arena.available
         source.close()
-        assert repo.core.arena.available == held + 1
+        assert repo.core.arena.available == held + SLOT
 
 
 class Pinning:
@@ -272,7 +272,8 @@ def test_pages_of_log_and_find_meet_without_gap_or_repeat(repo: Repository) -> N
     assert [state.uid for page in (first, last) for state in page.states] == [state.uid for state in repo.log("main")]
     assert last.next is None
     found = store.find("order by step", 1, None)
-    assert [state_of(state) for state in (*found.states, *store.find("order by step", 1, found.next).states)] == repo.log("main")[::-1]
+    pages = (found, store.find("order by step", 1, found.next))
+    assert [state for page in pages for state in states_of(page.states, page.runs)] == repo.log("main")[::-1]
 
 
 def test_question_of_a_peer_that_takes_too_long_is_given_up(repo: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -293,8 +294,10 @@ def offer_of(repo: Repository, **changed: object) -> Offer:
     state = repo.state("main")
     source = RepositoryStore(repo.core).open(state.uid)
     source.close()
-    record = msgspec.structs.replace(record_of(state), **changed)
-    return Offer(source.manifest, record, tuple(map(record_of, repo.log("main")[1:])), ())
+    with repo.core.reading() as session:
+        record = msgspec.structs.replace(record_of(session, state), **changed)
+        ancestry, made_by = records_of(session, repo.log("main")[1:])
+    return Offer(source.manifest, record, ancestry, (), made_by)
 
 
 def test_a_push_whose_manifest_is_another_state_is_refused_before_memory_is_taken(repo: Repository, other: Repository) -> None:
@@ -319,7 +322,7 @@ def test_a_push_whose_ancestry_contradicts_ours_is_refused_and_leaves_nothing(re
         sink = store.receive(offer)
         fill(repo, sink)
         with other.core.database.write() as session:  # by another process, meanwhile
-            clones.import_ancestry(session, [state_of(state) for state in genuine.ancestry])
+            clones.import_ancestry(session, [state_of(state) for state in genuine.ancestry], {})
         with pytest.raises(Conflict, match="forged"):
             store.receive(offer)
         with pytest.raises(Conflict, match="forged"):

@@ -15,7 +15,18 @@ from datastates.content.carving import Carved, carve
 from datastates.content.check import check
 from datastates.content.digest import state_digest
 from datastates.content.encoding import encode_values
-from datastates.content.manifest import ALIGNED_BYTES, CHUNK_BYTES, LARGE_BYTES, Chunk, Content, Manifest, Origin, Shard, TensorSpec
+from datastates.content.manifest import (
+    ALIGNED_BYTES,
+    CHUNK_BYTES,
+    LARGE_BYTES,
+    VERSION,
+    Chunk,
+    Content,
+    Manifest,
+    Origin,
+    Shard,
+    TensorSpec,
+)
 from datastates.content.shards import gaps
 from datastates.content.tree import decode_skeleton, decode_values, flatten, unflatten
 from datastates.errors import InvalidInput
@@ -38,7 +49,7 @@ def check_sound(carved: Carved) -> None:
     chunks = tuple(Chunk(bytes(16), length) for length in carved.chunk_lengths)
     content = Content(carved.skeleton, carved.values, carved.tensors, chunks)
     origin = Origin("0" * 24, (), (), None, None, 0, 0, 0, None, {}, {})
-    check(Manifest(1, state_digest(content, ()), origin, content), "the carved state")
+    check(Manifest(VERSION, state_digest(content, ()), origin, content), "the carved state")
     between = [last - first for _, first, last in gaps(carved.specs, carved.chunk_lengths)]
     assert sum(carved.chunk_lengths) == sum(shard.length for spec in carved.specs for shard in spec.shards) + sum(between)
     assert all(length < ALIGNED_BYTES for length in between)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from datastates.content.check import tensors_of
 from datastates.content.digest import chunk_digest, decode, digest_of, encode, state_digest
-from datastates.content.envelope import decode_packs
+from datastates.content.envelope import decode_places
 from datastates.content.geometry import dense_strides, rebuild
 from datastates.content.manifest import CHUNK_BYTES, VERSION, Chunk, ChunkRef, Content, Manifest, Origin, PackInfo, Shard, TensorSpec
 from datastates.errors import Corrupt, DatastatesError, InvalidInput, Unavailable
@@ -64,7 +64,7 @@ def make(specs: object = SPECS, **changes: Any) -> Manifest:
     )
     packs = (PackInfo("f.0.safetensors", 4096 + sum(LENGTHS), 4096, b"\1" * 32),)
     offsets = (4096, 4096 + CHUNK_BYTES, 4096 + 2 * CHUNK_BYTES, 4096 + 2 * CHUNK_BYTES + 40)
-    refs = tuple(ChunkRef(0, offset) for offset in offsets)
+    refs = tuple(ChunkRef(0, offset, length) for offset, length in zip(offsets, LENGTHS, strict=True))
     return sealed(replace(Manifest(VERSION, "", origin, content, packs, refs), **changes))
 
 
@@ -73,7 +73,7 @@ SMALL = encode(make())
 
 def frame(version: int, body: bytes) -> bytes:
     """A whole frame around any body, as a peer that means harm would make it."""
-    framed = b"DSMANIF\0" + version.to_bytes(4, "little") + len(body).to_bytes(8, "little") + body
+    framed = b"DSMANIF\0" + version.to_bytes(4, "little") + bytes(4) + len(body).to_bytes(8, "little") + body
     return framed + blake3(framed).digest()
 
 
@@ -118,15 +118,15 @@ def test_every_truncation_and_extension_is_found() -> None:
 
 
 def test_a_newer_version_asks_for_an_upgrade() -> None:
-    with pytest.raises(Unavailable, match=r"the-file is a manifest of version 9.*reads version 1: upgrade datastates"):
+    with pytest.raises(Unavailable, match=r"the-file is a manifest of version 9.*reads version 2: upgrade datastates"):
         decode(frame(9, b"what we cannot know"), source="the-file")
     with pytest.raises(InvalidInput, match="version 9"):
         encode(replace(make(), version=9))
 
 
 def test_the_version_inside_must_be_the_version_outside() -> None:
-    body = msgspec.msgpack.encode(replace(make(), version=2))
-    with pytest.raises(Corrupt, match="version 2 inside and 1 outside"):
+    body = msgspec.msgpack.encode(replace(make(), version=3))
+    with pytest.raises(Corrupt, match="version 3 inside and 2 outside"):
         decode(frame(VERSION, body), source="the-file")
 
 
@@ -169,11 +169,12 @@ BIG = (1 << 61, 1 << 61)
 CONTRADICTIONS: dict[str, Callable[[Manifest], Manifest]] = {
     "fewer places than chunks": lambda manifest: replace(manifest, refs=manifest.refs[1:]),
     "more places than chunks": lambda manifest: replace(manifest, refs=manifest.refs * 2),
-    "pack out of range": with_refs(ChunkRef(1, 4096)),
-    "pack below range": with_refs(ChunkRef(-1, 4096)),
-    "offset below zero": with_refs(ChunkRef(0, -1)),
-    "offset beyond the pack": with_refs(ChunkRef(0, 8192 + CHUNK_BYTES * 2)),
-    "offset huge": with_refs(ChunkRef(0, (1 << 64) - 1)),
+    "pack out of range": with_refs(ChunkRef(1, 4096, CHUNK_BYTES)),
+    "pack below range": with_refs(ChunkRef(-1, 4096, CHUNK_BYTES)),
+    "offset below zero": with_refs(ChunkRef(0, -1, CHUNK_BYTES)),
+    "offset beyond the pack": with_refs(ChunkRef(0, 8192 + CHUNK_BYTES * 2, CHUNK_BYTES)),
+    "offset huge": with_refs(ChunkRef(0, (1 << 64) - 1, CHUNK_BYTES)),
+    "another stored length": with_refs(ChunkRef(0, 4096, CHUNK_BYTES - 1)),
     "pack with a path": with_pack(name="../secret"),
     "pack in a folder": with_pack(name="a/b.safetensors"),
     "pack hidden": with_pack(name=".."),
@@ -332,16 +333,16 @@ def test_raw_parts_nested_too_deep_are_corrupt() -> None:
 
 
 def test_the_packs_alone_read_as_they_do_with_the_rest_and_are_checked_alike() -> None:
-    assert decode_packs(SMALL, source="here") == make().packs
+    assert decode_places(SMALL, source="here").packs == make().packs
     for position in range(len(SMALL)):
         damaged = bytearray(SMALL)
         damaged[position] ^= 0x40
         with pytest.raises(Corrupt, match="the-file"):
-            decode_packs(bytes(damaged), source="the-file")
+            decode_places(bytes(damaged), source="the-file")
     with pytest.raises(Unavailable, match="version 9"):
-        decode_packs(frame(9, b""), source="the-file")
+        decode_places(frame(9, b""), source="the-file")
     with pytest.raises(Corrupt, match="the-file"):
-        decode_packs(frame(VERSION, b"\x91" * 5000), source="the-file")
+        decode_places(frame(VERSION, b"\x91" * 5000), source="the-file")
 
 
 # Digests

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import enum
+import itertools
 import random
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from collections.abc import Callable
@@ -448,8 +449,9 @@ def test_a_decoder_that_fails_is_named() -> None:
     class Fussy:
         pass
 
-    register_encoder(Fussy, "tests.fussy", lambda _: 1, lambda _: 1 / 0)
+    register_encoder(Fussy, "tests.fussy", lambda _: 1, lambda _: Fussy())
     flat = flatten(Fussy())
+    register_encoder(Fussy, "tests.fussy", lambda _: 1, lambda _: 1 / 0)
     with pytest.raises(InvalidInput, match=r"'tests\.fussy' refused what it once encoded: division"):
         unflatten(flat.skeleton, flat.values, [])
 
@@ -545,3 +547,59 @@ def test_leaves_that_are_missing_or_left_over_are_corrupt() -> None:
     for values, tensors in (([], [tensor]), ([0.1], []), ([0.1, 0.1], [tensor]), ([0.1], [tensor, tensor])):
         with pytest.raises(Corrupt, match="skeleton needs"):
             unflatten(flat.skeleton, values, tensors)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A number with a unit."""
+
+    number: float
+    unit: str = "m"
+
+
+COUNT = itertools.count()
+WRONG: dict[str, tuple[Callable[[Any], object], Callable[[Any], Any], str]] = {
+    "forgets": (lambda r: {"number": r.number, "unit": r.unit}, lambda plain: Reading(plain["number"]), "'unit': 's'.*'unit': 'm'"),
+    "another type": (lambda r: [r.number, r.unit], lambda plain: plain, "failed on what was encoded"),
+    "raises": (lambda r: [r.number, r.unit], lambda plain: Reading(**plain), "failed on what was encoded: TypeError"),
+    "counts": (lambda r: [r.number, next(COUNT)], lambda plain: Reading(plain[0]), "made"),
+}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+@pytest.mark.parametrize("is_checking", [True, False])
+def test_an_encoder_that_does_not_bring_back_what_it_took_is_refused(kind: str, is_checking: bool) -> None:
+    encode, decode, said = WRONG[kind]
+    register_encoder(Reading, "tests.reading", encode, decode)
+    with pytest.raises(Unsupported, match=rf"^a/0 of type Reading does not come back: .*'tests\.reading'.*{said}"):
+        flatten({"a": [Reading(2.5, "s")]}, is_checking=is_checking)
+
+
+def test_each_object_is_checked_when_it_is_tracked_and_later_only_the_first() -> None:
+    decoded: list[object] = []
+
+    def decode(plain: Any) -> Reading:
+        decoded.append(plain)
+        torch.rand(1)  # the training goes on as if nobody had looked
+        return Reading(*plain)
+
+    register_encoder(Reading, "tests.reading", lambda r: [r.number, r.unit], decode)
+    before = torch.get_rng_state()
+    flatten({"a": Reading(1.0), "b": Reading(2.0)})
+    assert len(decoded) == 1
+    flatten({"a": Reading(1.0), "b": Reading(2.0)}, is_checking=True)
+    assert len(decoded) == 3
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_an_encoder_that_fits_some_objects_is_refused_for_the_others() -> None:
+    register_encoder(Reading, "tests.reading", lambda r: [r.number, r.unit], lambda plain: Reading(plain[0]))
+    flatten({"a": Reading(1.0)}, is_checking=True)
+    with pytest.raises(Unsupported, match=r"^b of type Reading"):
+        flatten({"a": Reading(1.0), "b": Reading(1.0, "s")}, is_checking=True)
+
+
+def test_a_tensor_on_no_device_of_an_encoder_is_refused_by_its_own_path() -> None:
+    register_encoder(Reading, "tests.reading", lambda r: {"w": torch.empty(2, device="meta")}, lambda plain: Reading(1.0))
+    with pytest.raises(Unsupported, match=r"^a/w is a meta tensor"):
+        flatten({"a": Reading(1.0)})

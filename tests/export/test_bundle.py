@@ -195,12 +195,13 @@ def test_a_forged_lineage_is_refused(repo: Repository, other: Repository, tmp_pa
     assert other.find("step >= 0") == []
 
 
-def test_an_unfinished_or_newer_bundle_is_refused(repo: Repository, other: Repository, tmp_path: Path) -> None:
+def test_an_unfinished_bundle_or_one_of_another_version_is_refused(repo: Repository, other: Repository, tmp_path: Path) -> None:
     soup(repo)
     export_bundle(repo, ["soup"], tmp_path / "bundle")
-    rewrite(tmp_path / "bundle", lambda plain: plain.update(version=3))
-    with pytest.raises(Unavailable, match="upgrade"):
-        import_bundle(other, tmp_path / "bundle")
+    for version in (2, 4):
+        rewrite(tmp_path / "bundle", lambda plain, version=version: plain.update(version=version))
+        with pytest.raises(Unavailable, match="upgrade"):
+            import_bundle(other, tmp_path / "bundle")
     (tmp_path / "bundle" / "lineage.blake3").unlink()
     with pytest.raises(NotFound, match="not written to its end"):
         import_bundle(other, tmp_path / "bundle")

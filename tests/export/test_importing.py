@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
 import warnings
+import zipfile
+from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,10 +15,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
 from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 
 import datastates
 from datastates import Conflict, DatastatesError, InvalidInput, NotFound, Repository, Unsupported
+from datastates.export.files import Format, write
 from datastates.export.importing import export_files, find_files, import_files
 
 PATTERN = "step_{step}.pt"
@@ -286,3 +291,131 @@ def test_a_wrong_argument_is_refused_by_an_error_of_ours(repo: Repository, folde
                 continue
             with pytest.raises(DatastatesError):
                 call(**{**arguments, parameter: wrong})
+
+
+# --- folders of strangers ----------------------------------------------------------------------------------------------------------
+
+
+def hugging_face(folder: Path) -> Path:
+    """A folder that is a checkpoint of Hugging Face."""
+    made = folder / "checkpoint-1"
+    made.mkdir(parents=True)
+    save_file({"w": torch.ones(3)}, made / "model.safetensors")
+    (made / "tokenizer.json").write_text("{}")
+    return made
+
+
+def refused(repo: Repository, folder: Path, pattern: str = "checkpoint-{step}") -> str:
+    """Why the only checkpoint of a folder is refused; nothing is made of it."""
+    done = import_files(repo, folder, pattern, skip_bad=True)
+    assert done.states == ()
+    (why,) = done.refused.values()
+    return why
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "model.safetensors"])
+@pytest.mark.parametrize("kind", ["link", "pipe", "zeros", "folder"])
+def test_only_regular_files_of_the_folder_are_read(repo: Repository, folder: Path, name: str, kind: str, tmp_path: Path) -> None:
+    private = tmp_path / "private"
+    (hugging_face(folder) / name).rename(private)
+    found = folder / "checkpoint-1" / name
+    if kind == "pipe":
+        os.mkfifo(found)
+    elif kind == "folder":
+        (folder / "checkpoint-1" / name).mkdir()
+    else:
+        found.symlink_to(private if kind == "link" else "/dev/zero")
+    if kind == "folder":
+        assert "cannot be read" in refused(repo, folder)
+    else:
+        assert f"{name} is no regular file of its folder: put a copy in its place" in refused(repo, folder)
+
+
+@pytest.mark.parametrize("kind", ["file", "pipe", "folder", "folder of the pattern"])
+def test_a_checkpoint_that_is_a_link_to_elsewhere_is_refused(repo: Repository, folder: Path, kind: str, tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    pattern = "step_{step}.pt"
+    if kind == "pipe":
+        os.mkfifo(folder / "step_1.pt")
+        assert "is no regular file" in refused(repo, folder, pattern)
+        return
+    if kind == "file":
+        torch.save({"w": torch.ones(1)}, elsewhere)
+        (folder / "step_1.pt").symlink_to(elsewhere)
+    elif kind == "folder":
+        hugging_face(elsewhere)
+        (folder / "checkpoint-1").symlink_to(elsewhere / "checkpoint-1")
+        pattern = "checkpoint-{step}"
+    else:
+        elsewhere.mkdir()
+        torch.save({"w": torch.ones(1)}, elsewhere / "step_1.pt")
+        (folder / "run").symlink_to(elsewhere)
+        pattern = "run/step_{step}.pt"
+    assert f"outside of {folder}: put a copy in its place" in refused(repo, folder, pattern)
+
+
+def test_a_link_within_the_folder_is_followed(repo: Repository, folder: Path) -> None:
+    made = hugging_face(folder)
+    (made / "vocab.json").symlink_to("tokenizer.json")
+    (made / "latest.log").symlink_to("/dev/null")
+    (state,) = import_files(repo, folder, "checkpoint-{step}").states
+    assert repo.load(state)["files"] == {"tokenizer.json": "{}", "vocab.json": "{}"}
+
+
+def test_a_text_that_is_too_long_is_refused_unread(repo: Repository, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with (hugging_face(folder) / "tokenizer.json").open("r+b") as out:
+        out.truncate(1 << 40)
+    assert "tokenizer.json has 1099511627776 bytes, and at most 268435456" in refused(repo, folder)
+
+
+def bombs() -> dict[str, object]:
+    """Objects that a small file holds, and that are many if each is counted as often as it is used."""
+    found: dict[str, Any] = {"dicts": {"w": torch.ones(1)}, "lists": 1, "tuples": (1, "a"), "counters": {1: 2}, "metadata": 1}
+    for _ in range(40):
+        found["dicts"] = {"a": found["dicts"], "b": found["dicts"]}
+        found["lists"] = [found["lists"]] * 2
+        found["tuples"] = (found["tuples"],) * 2
+        found["counters"] = Counter({"a": found["counters"], "b": found["counters"]})
+        ordered = OrderedDict(w=torch.ones(1))
+        ordered._metadata = {"a": found["metadata"], "b": found["metadata"]}  # type: ignore[attr-defined]  # as nn.Module sets it
+        found["metadata"] = ordered
+    found["views"] = torch.ones(100_000).as_strided((50_000, 50_000), (1, 1))
+    return found
+
+
+@pytest.mark.parametrize("kind", list(bombs()))
+def test_a_file_whose_parts_are_used_again_and_again_is_refused(repo: Repository, folder: Path, kind: str) -> None:
+    torch.save({"it": bombs()[kind]}, folder / "step_1.pt")
+    assert (folder / "step_1.pt").stat().st_size < 1 << 20
+    assert "far more parts or bytes than it has" in refused(repo, folder, "step_{step}.pt")
+
+
+@pytest.mark.parametrize("is_compressed", [True, False])
+def test_a_file_that_unpacks_to_more_than_it_has_is_refused_unread(
+    repo: Repository, folder: Path, is_compressed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.save({"w": torch.zeros(1 << 20)}, folder / "plain")
+    with zipfile.ZipFile(folder / "plain") as plain, zipfile.ZipFile(folder / "step_1.pt", "w") as packed:
+        for name in plain.namelist():
+            packed.writestr(name, plain.read(name), zipfile.ZIP_DEFLATED if is_compressed else zipfile.ZIP_STORED)
+    if is_compressed:
+        monkeypatch.setattr(torch, "load", None)
+        assert "write it with torch.save, which does not compress" in refused(repo, folder, "step_{step}.pt")
+    else:
+        assert len(import_files(repo, folder, "step_{step}.pt").states) == 1
+
+
+def test_a_value_in_a_folder_of_dcp_that_is_compressed_is_refused_unread(repo: Repository, folder: Path) -> None:
+    made = folder / "step-1"
+    packed, whole = io.BytesIO(), io.BytesIO()
+    torch.save(bytes(1 << 20), whole)
+    with zipfile.ZipFile(whole) as plain, zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as out:
+        for name in plain.namelist():
+            out.writestr(name, plain.read(name))
+    write({"w": torch.ones(1), "value": "x"}, Format.DCP, made, {})
+    metadata = FileSystemReader(made).read_metadata()
+    (key,) = (key for key in metadata.storage_data if key.fqn == "value")
+    (made / "other.distcp").write_bytes(packed.getvalue())
+    metadata.storage_data[key] = _StorageInfo("other.distcp", 0, len(packed.getvalue()))
+    (made / ".metadata").write_bytes(pickle.dumps(metadata))
+    assert "does not compress" in refused(repo, folder, "step-{step}")

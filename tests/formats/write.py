@@ -3,8 +3,7 @@
     .venv/bin/python -m tests.formats.write
 
 makes a folder beside this file, called after the formats that this version writes: a repository, a bundle of it, and what a reader finds
-in them. It is written once and never changed; a version that writes another format writes another folder. ``lineage-3-bundle-1`` was
-written by this file with the code from before bundles had seals, ``…-layout-1`` with that from before large tensors were aligned.
+in them. A version that writes another format writes another folder.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from tests.support.effort import SEED, effort
 from tests.support.forge import Forge, forge
 
 TRAIN = "tests.integrations.trainers:train"
-STEPS = {"accumulation": 8, "accumulation in workers": 8, "bf16 in workers": 12}
+STEPS = {"qlora": 8, "8-bit optimizer": 8, "accumulation": 8, "accumulation in workers": 8, "bf16 in workers": 12}
 KILLS = effort(10, 2)
 AWAITED = 3
 """By the end of this step a state is durable, so that whatever is killed later is gone on from."""
@@ -47,6 +47,8 @@ def by_step(lines: Sequence[str]) -> dict[tuple[str, int], list[str]]:
         pytest.param(
             "evaluated", marks=[pytest.mark.in_turn("integrations"), pytest.mark.exact("transformers", "workers-0", "validation")]
         ),
+        pytest.param("qlora", marks=pytest.mark.exact("transformers", "peft")),
+        "8-bit optimizer",
         *(pytest.param(case, marks=pytest.mark.in_turn("integrations")) for case in ("plain", "workers", "accumulation", "by length")),
         *(
             pytest.param(case, marks=[pytest.mark.in_turn("integrations"), pytest.mark.exact("transformers", "mixed-precision")])

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import nn
 from torch.utils.data import Dataset, IterableDataset
-from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments, default_data_collator
 
 from datastates import Cadence, Config, Repository
 from datastates import open as open_repository
@@ -33,6 +33,8 @@ CASES: dict[str, dict[str, Any]] = {
     "bf16 in workers": {"bf16": True, "dataloader_num_workers": 2, "gradient_accumulation_steps": 2},
     "evaluated": {"eval_strategy": "steps", "eval_steps": 3, "logging_steps": 4, "optim": "sgd", "lr_scheduler_type": "cosine"},
     "by length": {"train_sampling_strategy": "group_by_length"},
+    "qlora": {"optim": "adamw_8bit", "max_steps": 8},
+    "8-bit optimizer": {"optim": "adamw_torch_8bit", "max_steps": 8},
 }
 
 
@@ -123,6 +125,35 @@ class StopAt(TrainerCallback):  # type: ignore[misc]  # as above
             raise KeyboardInterrupt
 
 
+class Words(Dataset[dict[str, Any]]):
+    """Items of six tokens."""
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        tokens = [(index * 7 + place * place) % 40 for place in range(6)]
+        return {"input_ids": tokens, "labels": tokens}
+
+
+def qlora(folder: Path, *, seed: int = 0, is_4bit: bool = True) -> nn.Module:
+    """Adapters over a small random LLaMA that bitsandbytes quantized; made in ``folder``, so that nothing is downloaded."""
+    from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
+    from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
+    torch.manual_seed(seed)
+    LlamaForCausalLM(LlamaConfig(vocab_size=64, attention_dropout=0.1, **sizes)).save_pretrained(folder)
+    bits: dict[str, Any] = {"load_in_8bit": True}
+    if is_4bit:
+        bits = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+    config = BitsAndBytesConfig(**bits, bnb_4bit_compute_dtype=torch.float32)
+    base = LlamaForCausalLM.from_pretrained(folder, quantization_config=config, dtype=torch.float32, device_map={"": "cpu"})
+    base = prepare_model_for_kbit_training(base, use_gradient_checkpointing=False)
+    made: nn.Module = get_peft_model(base, LoraConfig(r=4, lora_dropout=0.1, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
+    return made
+
+
 def arguments(folder: str | Path, **options: Any) -> TrainingArguments:
     """Quiet ones, for a processor."""
     quiet: dict[str, Any] = {
@@ -139,13 +170,15 @@ def arguments(folder: str | Path, **options: Any) -> TrainingArguments:
 
 def trainer(folder: str | Path, say: Say = lambda *_: None, callbacks: Any = (), kind: type[Told] = Told, **options: Any) -> Told:
     """A training of two epochs of 11 batches."""
-    parts = {name: options.pop(name) for name in ("model", "model_init", "train_dataset", "optimizers") if name in options}
+    given = ("model", "model_init", "train_dataset", "optimizers", "data_collator")
+    parts = {name: options.pop(name) for name in given if name in options}
     args = arguments(folder, **options)
     torch.manual_seed(7)
     if "model_init" not in parts:
         parts.setdefault("model", Net())
     parts.setdefault("train_dataset", Noisy())
-    made = kind(args=args, eval_dataset=Noisy(9), data_collator=collate, callbacks=[Saying(say), *callbacks], **parts)
+    parts.setdefault("data_collator", collate)
+    made = kind(args=args, eval_dataset=Noisy(9), callbacks=[Saying(say), *callbacks], **parts)
     made.remove_callback(PrinterCallback)
     made.say = say
     return made
@@ -167,6 +200,11 @@ def train(folder: str, case: str, say: Say, *, is_tracked: bool = True, awaited:
     """
     torch.set_num_threads(1)
     options = {**CASES[case], **more}
+    if case == "qlora":
+        parts = {"model": qlora(Path(folder) / "base"), "train_dataset": Words(), "data_collator": default_data_collator}
+        options |= {**parts, "label_names": ["labels"], "learning_rate": 1e-2}
+    elif case == "8-bit optimizer":
+        options["model"] = Net(512)  # smaller parameters are not quantized
     if not is_tracked:
         end(trainer(f"{folder}/out", say, **options), say)
         return

@@ -6,10 +6,16 @@ import math
 
 import pytest
 
-from datastates.errors import InvalidInput, NotFound
+from datastates.errors import Conflict, InvalidInput, NotFound
 from datastates.lineage import Database, Value
-from datastates.lineage.change.annotate import ATTRIBUTES, annotate
+from datastates.lineage.change.annotate import ATTRIBUTES, annotate, measure
+from datastates.lineage.search.pages import find_all
+from datastates.lineage.search.refs import reflog
+from datastates.lineage.search.revision import resolve
 from datastates.lineage.search.walk import state
+from datastates.lineage.show.branches import Point
+from datastates.lineage.show.overview import branches
+from datastates.values import NAMES
 from tests.lineage.conftest import Grow
 
 VALUES: dict[str, Value] = {"text": "größe", "yes": True, "one": 1, "half": 0.5, "huge": 2**64 - 1, "infinite": math.inf}
@@ -50,3 +56,34 @@ def test_attributes_do_not_pile_up_for_ever(database: Database, grow: Grow) -> N
 def test_state_that_is_not_there_is_not_annotated(database: Database) -> None:
     with pytest.raises(NotFound), database.write() as session:
         annotate(session, "0" * 24, {"a": 1})
+
+
+def test_metrics_that_are_added_are_found_and_logged(database: Database, grow: Grow) -> None:
+    old = grow(branch="main", metrics={"loss": 0.5})
+    grow(old, branch="main", count=100, metrics={"loss": 0.75})
+    with database.write() as session:
+        measured = measure(session, old.uid, {"test": 0.25, "nan": math.nan}, author="ann@host")
+    assert (measured.metrics["test"], measured.digest) == (0.25, old.digest)
+    with database.read() as session:
+        assert resolve(session, "main@best:test").uid == old.uid
+        assert branches(session, metric="test")[0].best == Point(old.uid, old.step, 0.25, old.status)
+        assert [state.uid for state in find_all(session, "metrics.test < 0.3")] == [old.uid]
+        assert [event.reason for event in reflog(session, old.uid)] == ["metrics by ann@host: test=0.25, nan=nan"]
+    with pytest.raises(Conflict, match=r"'loss' = 0\.5"), database.write() as session:
+        measure(session, old.uid, {"loss": 1, "more": 1}, author="ann")
+    with database.write() as session:
+        measure(session, old.uid, {"loss": 0.5, "test": 0.25, "nan": math.nan}, author="ann")  # nothing that is new
+        measure(session, old.uid, {"loss": 1}, author="ann", is_replacing=True)
+        (main,) = branches(session, metric="loss")
+        assert (main.states, main.best and main.best.value) == (101, 0.75)
+        assert len(reflog(session, old.uid)) == 2
+        assert reflog(session, old.uid)[0].reason == "metrics by ann: loss=1.0 (was 0.5)"
+
+
+def test_metrics_of_a_state_that_is_not_there_or_that_are_no_numbers_are_refused(database: Database, grow: Grow) -> None:
+    uid = grow().uid
+    with pytest.raises(NotFound), database.write() as session:
+        measure(session, "0" * 24, {"a": 1}, author="me")
+    for metrics in ({"a": "1"}, {"": 1}, {"a" * 256: 1}, {f"k{number}": 0.5 for number in range(NAMES + 1)}):
+        with pytest.raises(InvalidInput), database.write() as session:
+            measure(session, uid, metrics, author="me")

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
 import pytest
 
-from datastates.errors import InvalidInput, SyntaxProblem
+from datastates.errors import Conflict, InvalidInput, SyntaxProblem
 from datastates.lineage import Database, Run, State, Status
-from datastates.lineage.change import record, refs, runs
+from datastates.lineage.change import notes, record, refs, runs
 from datastates.lineage.show.branches import Branch, Life, Line, Setting
 from datastates.lineage.show.colours import DARK, LIGHT, colour_of, number_of
 from datastates.lineage.show.goals import Direction, direction_of
@@ -131,14 +132,14 @@ def test_a_condition_is_one_on_the_newest_state(database: Database, grow: Grow) 
                 branches(session, **wrong)
 
 
-def test_a_branch_that_was_made_and_not_trained_has_nothing_to_itself(database: Database, grow: Grow) -> None:
+def test_a_branch_that_was_made_and_not_trained_has_no_states_of_its_own(database: Database, grow: Grow) -> None:
     head = grow(branch="main", count=4, metrics={"loss": 1.0})
     with database.write() as session:
         refs.branch(session, "made", head.uid)
     with database.read() as session:
         (made,) = branches(session, name="made")
     assert made.fork is not None
-    assert (made.states, made.fork.branch, made.fork.state, made.best, made.line.steps) == (0, "main", head.uid, None, ())
+    assert (made.states, made.fork.branch, made.fork.state, made.bytes) == (0, "main", head.uid, 0)
 
 
 def test_a_fork_from_a_deleted_branch_names_it_as_gone(database: Database, grow: Grow) -> None:
@@ -219,3 +220,75 @@ def test_the_colour_of_a_branch_is_what_the_design_says() -> None:
     expected = {"main": 0, "fork": 2, "lr-0.1/wd-0": 5, "study/variant-3": 3, "Größe": 2, "実験": 9, "a": 8, "feature/x": 6}
     assert {name: number_of(name) for name in expected} == expected
     assert (colour_of("main"), colour_of("fork", is_dark=False)) == (DARK[0], LIGHT[2])
+
+
+def test_renamed_branch_keeps_its_history(database: Database, grow: Grow) -> None:
+    head = grow(branch="main", count=3, metrics={"loss": 0.5})
+    with database.write() as session:
+        before = branches(session)
+        notes.write(session, "good", branch="main", author="me")
+        refs.rename(session, "main", "exp")
+        assert [note.text for note in notes.notes(session, branch="exp")] == ["good"]
+        assert [event.reason for event in refs.reflog(session, "exp")] == ["rename from main"]
+    with database.read() as session:
+        (was,), (now,) = before.items, branches(session).items
+    assert replace(was, name="exp") == now
+    assert (now.head, now.states, now.best and now.best.value) == (head.uid, 3, 0.5)
+    with database.write() as session:
+        refs.branch(session, "other", head.uid)
+    with pytest.raises(Conflict, match="'other' is taken"), database.write() as session:
+        refs.rename(session, "exp", "other")
+
+
+def test_branch_made_at_a_state_of_another_has_the_curve_of_its_path(database: Database, grow: Grow) -> None:
+    root = grow(branch="main", metrics={"loss": 0.25})
+    head = grow(root, branch="main", count=3, metrics={"loss": 0.5})
+    with database.write() as session:
+        refs.branch(session, "second", head.uid)
+        main, second = branches(session, metric="loss", sort="name")
+    assert (second.states, second.best, second.last, second.line) == (0, main.best, main.last, main.line)
+    assert second.best is not None
+    assert (second.best.value, second.line.values) == (0.25, (0.25, 0.5, 0.5, 0.5))
+    grow(head, branch="second", metrics={"loss": 0.75})
+    with database.read() as session:
+        (_, second) = branches(session, metric="loss", sort="name")
+    assert (second.states, second.line.values) == (1, (0.75,))
+
+
+def test_branch_that_is_deleted_and_made_again_has_its_states(database: Database, grow: Grow) -> None:
+    first = grow(branch="main", count=3, metrics={"loss": 0.25})
+    grow(first, branch="main", count=3, metrics={"loss": 0.5})
+    with database.write() as session:
+        refs.delete(session, "main")
+        refs.branch(session, "main", first.uid)
+        (main,) = branches(session)
+        assert (main.fork, main.states, main.best and main.best.value) == (None, 3, 0.25)
+
+
+def test_branch_that_is_renamed_by_hand_has_the_states_of_the_old_one(database: Database, grow: Grow) -> None:
+    head = grow(branch="main", count=3, metrics={"loss": 0.5})
+    with database.write() as session:
+        refs.branch(session, "exp", head.uid)
+        refs.delete(session, "main")
+        (exp,) = branches(session)
+    assert (exp.fork, exp.states, exp.last and exp.last.value) == (None, 3, 0.5)
+
+
+def test_branch_that_was_moved_back_and_forth_is_as_before(database: Database, grow: Grow) -> None:
+    middle = grow(branch="main", count=3)
+    head = grow(middle, branch="main", count=3)
+    with database.write() as session:
+        refs.move(session, "main", middle.uid, expected=head.uid)
+        refs.move(session, "main", head.uid, expected=middle.uid)
+        (main,) = branches(session)
+    assert (main.fork, main.states) == (None, 6)
+
+
+def test_branch_that_a_training_makes_again_after_its_deletion_has_its_states(database: Database, grow: Grow) -> None:
+    head = grow(branch="main", count=3)
+    with database.write() as session:
+        refs.delete(session, "main")
+    grow(head, branch="main")
+    with database.read() as session:
+        (main,) = branches(session)
+    assert (main.fork, main.states) == (None, 4)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -40,9 +40,9 @@ def ancestry(database: Database, state: State) -> list[State]:
         return walk.log(session, state.uid)
 
 
-def take(database: Database, states: list[State]) -> int:
+def take(database: Database, states: list[State], made_by: Mapping[str, Run] | None = None) -> int:
     with database.write() as session:
-        return clones.import_ancestry(session, states)
+        return clones.import_ancestry(session, states, made_by or {})
 
 
 def arrive(database: Database, state: State, *, run: Run | None = None, node: str = "here") -> State:
@@ -96,9 +96,15 @@ def test_an_ancestry_is_imported_with_all_that_is_known_of_it_but_its_bytes(data
     merged = grow(root, step=9, edges=(Edge(aside.uid, EdgeKind.MERGE, 0.25),), run=started(database).uid, bytes_total=12)
     sent = ancestry(database, merged)
 
-    assert take(other, sent) == len(sent) == 7
+    with database.read() as session:
+        made_by = {run.uid: run for run in runs.by_uids(session, {state.run for state in sent if state.run is not None})}
+    assert take(other, sent, made_by) == len(sent) == 7
     found = ancestry(other, merged)
-    assert found == [replace(state, status=Status.EVICTED, run=None, bytes_new=0) for state in sent]
+    assert found == [replace(state, status=Status.EVICTED, run=each.run, bytes_new=0) for state, each in zip(sent, found, strict=True)]
+    with other.read() as session:
+        came = {run.uid: run for run in runs.by_uids(session, {state.run for state in found if state.run is not None})}
+    assert len(came) == len(made_by) == 1
+    assert not came.keys() & made_by.keys()
     with other.read() as session:
         assert refs.refs(session) == [], "names stay with those who gave them"
 

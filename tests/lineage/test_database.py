@@ -95,10 +95,11 @@ def test_create_false_leaves_no_file_behind(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_lineage_of_a_newer_version_is_refused_and_left_alone(database: Database) -> None:
+@pytest.mark.parametrize("revision", ["9999", "datastates_0012"])
+def test_a_lineage_of_another_version_is_refused_and_left_alone(database: Database, revision: str) -> None:
     with database.write() as session:
-        session.execute(text("UPDATE alembic_version SET version_num = '9999'"))
-    with pytest.raises(Conflict, match=f"newer version of datastates .schema 9999, this one knows {HEAD}.: upgrade"):
+        session.execute(text("UPDATE alembic_version SET version_num = :revision"), {"revision": revision})
+    with pytest.raises(Conflict, match=f"another version of datastates .schema {revision}, this one reads {HEAD}.: upgrade"):
         Database(database.url)
     assert count_states(database) == 0
 

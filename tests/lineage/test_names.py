@@ -41,7 +41,7 @@ def test_a_lineage_without_states_knows_no_names_and_refuses_none(database: Data
 @pytest.mark.parametrize(
     "text",
     [
-        "metrics.loss < 1 and not attr.seed in (3, 4) or run.config.lr > 0 order by metrics.val_loss desc, attr.kind limit 3",
+        "metrics.loss < 1 and not attr.seed in (3, 4) or config.lr > 0 order by metrics.val_loss desc, attr.kind limit 3",
         'metrics."grad norm" = 1',
         "config.optimizer.beta > 0",
         "metrics.absent exists and not exists attr.absent",  # which ask whether it is there

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from datastates.errors import InvalidInput, NotFound
+from datastates.errors import Conflict, InvalidInput, NotFound
 from datastates.lineage import Database
 from datastates.lineage.change import notes, refs
 from tests.lineage.conftest import Grow
@@ -35,6 +35,33 @@ def test_a_note_is_there_with_who_and_when_until_it_is_deleted(database: Databas
         assert notes.notes(session) == [second]
         with pytest.raises(NotFound, match=first.uid):
             notes.get(session, first.uid)
+
+
+def test_a_note_that_was_edited_meanwhile_is_neither_changed_nor_deleted(database: Database, grow: Grow) -> None:
+    state = grow()
+    with database.write() as session:
+        seen = notes.write(session, "first", state=state.uid, author="ada")
+        now = notes.edit(session, seen.uid, "mine", seen=seen)
+    with pytest.raises(Conflict, match="read it again"), database.write() as session:
+        notes.edit(session, seen.uid, "theirs", seen=seen)
+    with pytest.raises(Conflict, match="read it again"), database.write() as session:
+        notes.remove(session, seen.uid, seen=seen)
+    with database.write() as session:
+        assert notes.notes(session) == [now]
+        assert notes.remove(session, seen.uid, seen=now) == now
+
+
+def test_what_becomes_of_a_note_is_an_event(database: Database, grow: Grow) -> None:
+    state = grow()
+    with database.write() as session:
+        refs.branch(session, "main", state.uid)
+        note = notes.write(session, "x", branch="main", author="ada")
+        notes.edit(session, note.uid, "y")
+        notes.remove(session, note.uid)
+        assert [event.reason for event in refs.reflog(session, note.uid)] == [
+            f"note on main {what}" for what in ("deleted", "edited", "written by ada")
+        ]
+        assert len(refs.reflog(session, "main")) == 1, "a branch's own reflog has only its moves"
 
 
 def test_notes_come_in_pages(database: Database, grow: Grow) -> None:

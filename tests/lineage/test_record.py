@@ -49,7 +49,7 @@ def test_a_state_comes_back_as_it_was_recorded(database: Database, new_state: Ma
         step=7,
         micro_step=3,
         metrics={"loss": 0.1, "best": math.inf, "worst": -math.inf, "tiny": 5e-324, "größe": -0.0},
-        attributes={"s": "é\n", "i": -3, "big": 2**77 + 1, "huge": -(10**400), "f": 2.5, "t": True, "n": None, "e": "", "x" * 255: 0},
+        attributes={"s": "é\n", "i": -3, "big": 2**64 - 1, "low": -(2**63), "f": 2.5, "t": True, "n": None, "e": "", "x" * 255: 0},
         message="a message\nof two lines",
         created_at=datetime(2026, 1, 2, 3, 4, 5, 678901, tzinfo=timezone(timedelta(hours=2))),
         edges=(Edge(other.uid, EdgeKind.SOUP, 0.25), Edge(root.uid, EdgeKind.MERGE)),
@@ -264,3 +264,9 @@ def test_evicting_an_unknown_state_evicts_none(database: Database, grow: Grow) -
 
 def test_a_state_recorded_without_bytes_has_no_replica(database: Database, grow: Grow) -> None:
     assert replicas(database, grow(status=Status.EVICTED).uid) == set()
+
+
+@pytest.mark.parametrize("value", [2**64, -(2**63) - 1, 10**400], ids=["above", "below", "far above"])
+def test_an_integer_of_more_than_64_bits_is_refused(database: Database, new_state: Callable[..., NewState], value: int) -> None:
+    with database.write() as session, pytest.raises(InvalidInput, match=r"attribute 'huge' is .*more than 64 bits"):
+        record(session, new_state(attributes={"huge": value}))

@@ -157,6 +157,7 @@ def test_these_names_are_allowed(name: str) -> None:
         ("x" * 201, "201 characters", "x" * 190),
         ("tab\t", r"'\\t' has", "tab"),
         ("a\u200bb", "cannot be printed", "a-b"),
+        ("cafe\u0301", "decomposed form", "caf\u00e9"),
     ],
 )
 def test_a_bad_name_is_refused_with_a_good_one(name: str, problem: str, proposed: str) -> None:
@@ -183,3 +184,35 @@ def test_a_bad_name_makes_no_ref(database: Database, grow: Grow, make: Callable[
         make(session, "a b", state.uid)
     with database.read() as session:
         assert refs.refs(session) == []
+
+
+def test_a_close_name_is_found_among_many_and_few_are_compared(database: Database, grow: Grow, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = grow(branch="main")
+    newest = grow(state, branch="main")
+    with database.write() as session:
+        for number in range(40):
+            refs.tag(session, f"tag-{number:02}", state.uid)
+        refs.branch(session, "zulu", newest.uid)
+    monkeypatch.setattr("datastates.lineage.search.refs._NEAR", 3)
+    with database.read() as session:
+        with pytest.raises(NotFound, match=r"did you mean 'tag-2[01]'"):
+            refs.get(session, "tag-20x")
+        with pytest.raises(NotFound, match="did you mean 'main'"):
+            refs.get(session, "maim")
+        assert len(refs.near(session, "tag-20x")) <= 9
+        assert refs.near(session, "zul", RefKind.BRANCH) == ["main", "zulu"]
+        assert refs.find(session, "tag-20x") is None
+
+
+def test_refs_that_moved_after_a_line_of_the_reflog(database: Database, grow: Grow) -> None:
+    first, second = grow(), grow()
+    with database.write() as session:
+        refs.tag(session, "stays", first.uid)
+        refs.tag(session, "goes", first.uid)
+    with database.write() as session:
+        before = refs.last_event(session)
+        refs.delete(session, "goes")
+        made = refs.branch(session, "made", second.uid)
+    with database.read() as session:
+        assert refs.moved(session, before) == {"goes": None, "made": made}
+        assert refs.moved(session, -1).keys() == {"stays", "made"}

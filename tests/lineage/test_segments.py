@@ -5,14 +5,19 @@ from __future__ import annotations
 import math
 import random
 import secrets
+import threading
 from collections import defaultdict
+from collections.abc import Callable
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from sqlalchemy import select, text
+from sqlalchemy import select
 
+from datastates.errors import Conflict
 from datastates.lineage import Database, Run, Status
-from datastates.lineage.change import record, refs, runs
+from datastates.lineage.change import annotate, record, refs, runs
+from datastates.lineage.database import undeterred
 from datastates.lineage.lookup import id_of
 from datastates.lineage.schema import MetricRow, RefRow, SegmentRow, StateRow, StretchRow, table
 from datastates.lineage.search.outline import outline
@@ -51,10 +56,10 @@ class Story:
             self.steps[uid] = self.steps.get(at or "", -1) + 1
             status = self.rng.choice(list(Status))
             rows.append(told(uid, secrets.token_hex(32), at, name, self.run.uid, self.steps[uid], metrics=metrics, status=status))
-            self.uids.append(uid)
             at = uid
         with self.database.write() as session:
             record.record_all(session, rows)
+        self.uids += [row.facts.uid for row in rows]
         assert at is not None
         self.heads[name] = at
 
@@ -94,8 +99,31 @@ class Story:
             runs.recover(session, [self.run.uid], volatile=["memory"])
             self.heads = {ref.name: ref.state for ref in refs.refs(session)}
 
+    def rename(self) -> None:
+        if self.heads and "renamed" not in self.heads:
+            name = self.rng.choice(sorted(self.heads))
+            with self.database.write() as session:
+                refs.rename(session, name, "renamed")
+            self.heads["renamed"] = self.heads.pop(name)
+
+    def measure(self) -> None:
+        for uid in self.rng.choices(self.uids, k=5) if self.uids else ():
+            metrics = {key: self.rng.choice(NUMBERS) for key in ("acc", "late")}
+            with self.database.write() as session:
+                annotate.measure(session, uid, metrics, author="me", is_replacing=True)
+
     def go_on(self) -> None:
-        acts = [self.capture] * 5 + [self.alone, self.make, self.make, self.move, self.move, self.delete, self.recover]
+        acts = [self.capture] * 5 + [
+            self.alone,
+            self.make,
+            self.make,
+            self.move,
+            self.move,
+            self.delete,
+            self.recover,
+            self.rename,
+            self.measure,
+        ]
         self.rng.choice(acts)()
 
 
@@ -141,6 +169,11 @@ def check(session: Session) -> None:
         segment.branch: (own[segment.id][-1].id if own[segment.id] else segment.fork_id) for segment in segments.values() if segment.branch
     }
     assert ends == heads, "a branch stands at the end of its segment"
+    for segment in segments.values():
+        if segment.branch and segment.first_id is None:
+            at = states[segment.fork_id].segment_id
+            assert at is not None, "a branch gets states that no branch has"
+            assert segments[at].branch is not None, "a branch gets states that no branch has"
 
 
 def summaries(segment: int, chain: list[Any], values: dict[int, dict[str, Any]]) -> dict[tuple[int, str, int], tuple[Any, ...]]:
@@ -193,19 +226,47 @@ def test_a_tally_of_two_parts_is_that_of_the_whole() -> None:
         assert tuple(one.row().values()) == pytest.approx(brute(plain))
 
 
-def test_a_lineage_of_before_gets_segments_and_summaries(database: Database) -> None:
-    from datastates.lineage.migrations.versions.v0007_segments import fill
-
-    story = Story(database, 5)
-    for _ in range(4):
+def test_summaries_are_right_while_other_processes_change_branches_and_metrics(database: Database, database_url: str) -> None:
+    story, ended = Story(database, 1), threading.Event()
+    story.heads = {}
+    for _ in range(3):
         story.capture()
-    with database.write() as session:
-        for name in ("stretch", "segment"):
-            session.execute(text(f"DELETE FROM {name}"))
-        session.execute(text("UPDATE state SET segment_id = NULL"))
-        fill(session.connection())
-        check(session)
-    story.capture()
-    story.make()
+    uids, problems = list(story.uids), list[BaseException]()
+
+    def beside(change: Callable[[Session, random.Random, int], None], seed: int) -> None:
+        own, rng = Database(database_url), random.Random(seed)
+        for number in count():
+            try:
+                with own.write() as session:
+                    change(session, rng, number)
+            except Conflict:
+                pass  # the other one was first
+            except BaseException as problem:
+                problems.append(problem)
+                break
+            if ended.is_set():
+                break
+        own.close()
+
+    def measure(session: Session, rng: random.Random, number: int) -> None:
+        annotate.measure(session, rng.choice(uids), {"loss": number, "late": rng.random()}, author="me", is_replacing=True)
+
+    def twig(session: Session, rng: random.Random, number: int) -> None:
+        if number % 2:
+            refs.delete(session, "twig")
+        else:
+            refs.branch(session, "twig", rng.choice(uids))
+
+    threads = [threading.Thread(target=beside, args=(change, seed)) for seed, change in enumerate((measure, twig))]
+    for thread in threads:
+        thread.start()
+    try:
+        for _ in range(20):
+            undeterred(story.capture)()
+    finally:
+        ended.set()
+        for thread in threads:
+            thread.join()
+    assert not problems
     with database.read() as session:
         check(session)

@@ -118,14 +118,15 @@ def test_of_many_at_once_those_go_that_nobody_counts_on(database: Database, grow
         statuses = [state(session, uid).status for uid in uids]
         assert statuses[0] is statuses[5] is statuses[6] is Status.EVICTED
         assert statuses[2] is Status.DURABLE, "another folder has it"
-        assert [each.uid for each in retained.durable(session, **own)] == [uids[1], uids[3], uids[4], uids[7]]
-        counted = retained.counted_on(session, **own)
-        assert {counted[ids[1]], counted[ids[4]], counted[ids[7]]} == {
-            "what tag 'warm' names",
-            "the newest durable state of branch 'fork'",
-            "the head of branch 'main'",
-        }
         assert forked.status is Status.CAPTURED
+    (page,) = retained.durable(database, **own)
+    assert [each.uid for each in page] == [uids[1], uids[3], uids[4], uids[7]]
+    counted = retained.counted_on(database, {each.id for each in page})
+    assert {counted[ids[1]], counted[ids[4]], counted[ids[7]]} == {
+        "what tag 'warm' names",
+        "the newest durable state of branch 'fork'",
+        "the head of branch 'main'",
+    }
     with database.write() as session:
         assert withdraw_all(session, ids, **own, volatile=VOLATILE, holder=holder("node", "0" * 24)) == [uids[3]]
         assert state(session, uids[3]).status is Status.CAPTURED, "its process has it in memory"
@@ -135,8 +136,10 @@ def test_facts_come_in_pages_with_the_metrics_that_are_asked_for(database: Datab
     uids = placed(database, grow, 7)
     monkeypatch.setattr(retained, "_PAGES", retained._PAGES.limit(3))
     monkeypatch.setattr(retained, "_PAGE", 3)
+    pages = list(retained.durable(database, tier="local", node="node", keys=["loss"]))
+    assert [len(page) for page in pages] == [3, 3, 1]
+    found = [each for page in pages for each in page]
     with database.read() as session:
-        found = list(retained.durable(session, tier="local", node="node", keys=["loss"]))
         assert [each.uid for each in found] == uids
         assert [each.generation for each in found] == list(range(7))
         assert all(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 import threading
 from collections.abc import Iterator
@@ -158,7 +159,7 @@ def test_a_state_that_has_rotted_is_not_put_further_and_holds_up_no_other(
     assert archive.was_away.wait(PATIENCE_S)
     (pack,) = repo.location.packs.glob("*.safetensors")
     with pack.open("r+b") as file:
-        file.seek(4096)
+        file.seek(-3, os.SEEK_END)
         file.write(b"rot")
     archive.is_away = False
     torch.nn.init.zeros_(next(iter(model.parameters())))
@@ -180,7 +181,7 @@ def test_what_could_not_be_put_further_by_the_end_stays_durable_and_is_said(
         archive.was_away.wait(PATIENCE_S)
     with pytest.raises(Unavailable, match="on the archive tier"):
         handle.wait("external", PATIENCE_S)
-    assert f"1 states are durable, and not on the archive tier, the last of them {handle.uid}" in caplog.messages
+    assert f"not on the archive tier: 1 state that became durable, the last of them {handle.uid}" in caplog.messages
     with datastates.open(tmp_path) as repo:
         assert repo.state("main").status is Status.DURABLE
 

@@ -49,7 +49,7 @@ GLOBAL: dict[str, Callable[[dict[str, Any]], None]] = {
 
 @pytest.mark.parametrize("change", GLOBAL)
 def test_a_forged_state_of_the_global_generators_changes_none(change: str) -> None:
-    torch.rand(3)  # a fresh generator of torch has no word to go on from
+    torch.manual_seed(0), torch.rand(3), np.random.rand()  # a generator that was not used yet has no word to go on from
     state = RngState().state_dict()
     GLOBAL[change](state)
     torch.rand(5), random.random(), np.random.rand()

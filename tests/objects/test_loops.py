@@ -326,7 +326,7 @@ def test_iterators_and_other_loaders_than_before_are_told_apart(repo: Repository
         assert "enumerate, whose place in the data is not known" in caplog.text
         next(iterator := run.steps(range(3)))
         run.capture()
-        iterator.close()  # type: ignore[attr-defined]  # a generator
+        iterator.close()
     with repo.track(weight=torch.zeros(1)) as run:
         assert next(run.steps(range(5))) == 0
     assert "taken after 1 batches of a loader of 3, and run.steps is given one of 5" in caplog.text
@@ -515,7 +515,7 @@ def test_a_pass_after_epochs_that_were_left_is_another(repo: Repository) -> None
             for _ in run.epochs(2):
                 next(batches := run.steps(range(4)))
                 break
-            batches.close()  # type: ignore[attr-defined]  # a generator
+            batches.close()
             assert list(run.steps("abcd")) == [*"abcd"]
 
 

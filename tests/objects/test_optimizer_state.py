@@ -306,7 +306,7 @@ def test_an_lbfgs_in_another_order_is_refused() -> None:
     train(model, optimizer, range(1))
     tree = stored({"model": model, "optimizer": optimizer})
     fresh = torch.optim.LBFGS(list(model.parameters())[::-1], max_iter=2)
-    with pytest.raises(InvalidInput, match="another order of the parameters"):
+    with pytest.raises(InvalidInput, match="another order of them"):
         restore_into({"model": model, "optimizer": fresh}, tree)
 
 

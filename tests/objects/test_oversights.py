@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+import gc
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -255,6 +258,152 @@ def test_captures_within_an_accumulation_are_told_once(repo: Repository, caplog:
     assert caplog.text.count("captured while optimizer accumulates gradients, which this state does not have") == 1
 
 
+def train(
+    run: Tracker,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    captured: Collection[int],
+    every: int = 4,
+    zeroes: str = "before",
+    set_to_none: bool = True,
+    scaler: torch.amp.GradScaler | None = None,
+    clips: bool = False,
+) -> None:
+    """Sixteen batches, a step every so many of them, and captures after some of them. No loop of ``run.steps``."""
+    for number in range(16):
+        if zeroes == "before" and number % every == 0:
+            optimizer.zero_grad(set_to_none)
+        loss = model(torch.randn(4, 2)).square().mean()
+        (loss if scaler is None else scaler.scale(loss)).backward()
+        if number % every == every - 1:
+            if clips:
+                nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            if scaler is None:
+                optimizer.step()
+            else:
+                scaler.step(optimizer)
+                scaler.update()
+            if zeroes == "after":
+                optimizer.zero_grad(set_to_none)
+        if number in captured:
+            run.capture()
+            with torch.no_grad():
+                model.eval()(torch.randn(4, 2))
+            model.train()
+
+
+ACCUMULATES = "accumulates gradients, which this state does not have"
+
+
+@pytest.mark.parametrize("captured", [[0], [9], [5, 9, 13], range(2, 16, 3)])
+@pytest.mark.parametrize("zeroes", ["before", "after"])
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("kind", ["plain", "fused", "scaled", "clipped", "untracked"])
+def test_a_capture_in_the_middle_of_an_accumulation_is_told_once(
+    repo: Repository, caplog: pytest.LogCaptureFixture, *, captured: Collection[int], zeroes: str, set_to_none: bool, kind: str
+) -> None:
+    model, scaler = nn.Linear(2, 1), torch.amp.GradScaler("cpu", init_scale=2.0) if kind == "scaled" else None
+    optimizer = torch.optim.Adam(model.parameters(), fused=kind == "fused")
+    more: dict[str, Any] = {} if kind == "untracked" else {"optimizer": optimizer, **({"scaler": scaler} if scaler else {})}
+    with repo.track(model=model, **more) as run:
+        train(
+            run, model, optimizer, captured=captured, zeroes=zeroes, set_to_none=set_to_none, scaler=scaler, clips=kind == "clipped"
+        )  # fmt: skip
+    name = "model" if kind == "untracked" else "optimizer"
+    assert [record.getMessage().count(f"{name} {ACCUMULATES}") for record in caplog.records] == [1]
+
+
+@pytest.mark.parametrize("every", [1, 4])
+@pytest.mark.parametrize("zeroes", ["before", "after", "never"])
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("kind", ["plain", "fused", "scaled", "clipped", "untracked"])
+def test_captures_of_whole_steps_are_not_told(
+    repo: Repository, caplog: pytest.LogCaptureFixture, *, every: int, zeroes: str, set_to_none: bool, kind: str
+) -> None:
+    model, scaler = nn.Linear(2, 1), torch.amp.GradScaler("cpu", init_scale=2.0) if kind == "scaled" else None
+    optimizer = torch.optim.Adam(model.parameters(), fused=kind == "fused")
+    more: dict[str, Any] = {} if kind == "untracked" else {"optimizer": optimizer, **({"scaler": scaler} if scaler else {})}
+    with repo.track(model=model, **more) as run:
+        train(
+            run, model, optimizer, captured=range(every - 1, 16, every), every=every, zeroes="after" if kind == "untracked" else zeroes,
+            set_to_none=set_to_none, scaler=scaler, clips=kind == "clipped",
+        )  # fmt: skip
+    assert not caplog.records
+
+
+def test_an_optimizer_that_accumulates_beside_one_that_does_not_is_told(repo: Repository, caplog: pytest.LogCaptureFixture) -> None:
+    often, seldom = nn.Linear(2, 1), nn.Linear(2, 1)
+    first, second = torch.optim.SGD(often.parameters(), 0.1), torch.optim.SGD(seldom.parameters(), 0.1)
+    with repo.track(often=often, seldom=seldom, first=first, second=second) as run:
+        for number in range(8):
+            steps_of(often, first)
+            seldom(torch.ones(2)).sum().backward()
+            if number % 4 == 3:
+                second.step()
+                second.zero_grad()
+            if number == 5:
+                run.capture()
+    assert [record.getMessage().split(":")[0] for record in caplog.records] == [f"captured while second {ACCUMULATES}"]
+
+
+def steps_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+    model(torch.ones(2)).sum().backward()
+    optimizer.step()
+
+
+def test_backward_passes_whose_gradients_are_dropped_are_not_told(repo: Repository, caplog: pytest.LogCaptureFixture) -> None:
+    generator, critic = nn.Linear(2, 2), nn.Linear(2, 1)
+    first, second = torch.optim.Adam(generator.parameters()), torch.optim.Adam(critic.parameters())
+    with repo.track(generator=generator, critic=critic, first=first, second=second) as run:
+        for _ in range(5):
+            second.zero_grad()
+            critic(generator(torch.ones(2)).detach()).sum().backward()
+            critic(torch.ones(2)).sum().neg().backward()
+            second.step()
+            first.zero_grad()
+            critic(generator(torch.ones(2))).sum().backward()  # reaches the critic as well
+            first.step()
+            run.capture()
+            first.zero_grad()
+            critic(generator(torch.ones(2))).sum().backward()  # again, before the critic's gradients are set to zero
+            first.step()
+            run.capture()
+            critic(torch.ones(2, requires_grad=True)).sum().backward()  # an attack, to evaluate
+    assert not caplog.records
+
+
+def test_closures_of_a_step_are_no_accumulation(repo: Repository, caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3)
+
+    def closure() -> float:
+        optimizer.zero_grad()
+        loss: torch.Tensor = model(torch.ones(2)).square().sum()
+        loss.backward()
+        return loss.item()
+
+    with repo.track(model=model, optimizer=optimizer) as run:
+        for _ in range(4):
+            optimizer.step(closure)
+            run.capture()
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("is_closed", [True, False])
+def test_no_hook_stays_on_parameters_when_a_training_ends(repo: Repository, *, is_closed: bool) -> None:
+    model = nn.Linear(2, 1)
+    run = repo.track(model=model, optimizer=torch.optim.SGD(model.parameters(), 0.1))
+    run.capture()
+    assert all(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
+    if is_closed:
+        run.close()
+    del run
+    gc.collect()
+    assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
+
+
 @pytest.mark.parametrize("zeroes_first", [True, False])
 @pytest.mark.parametrize("captures_twice", [True, False])
 def test_captures_after_steps_are_not_told(
@@ -337,3 +486,95 @@ def test_parameters_of_which_no_object_can_have_a_copy_are_told(repo: Repository
     with repo.track(prompt=prompt, optimizer=optimizer, schedule=schedule) as run:
         run.capture()
     assert "optimizer trains 2 parameters that nothing tracked has, of shape (5, 5), (5,)" in caplog.text
+
+
+class Statistics:
+    """Binds its members anew, as running statistics of environments do."""
+
+    def __init__(self) -> None:
+        self.mean = np.zeros(3)
+        self.hidden = torch.zeros(2)
+        self.teacher = nn.Linear(2, 2)
+
+    def update(self) -> None:
+        self.mean = self.mean + 1
+        self.hidden = self.hidden + 1
+        self.teacher = copy.deepcopy(self.teacher)
+
+
+def named(caplog: pytest.LogCaptureFixture) -> set[str]:
+    """What the warnings name, each of them once."""
+    names = [record.getMessage().split(":")[0] for record in caplog.records]
+    assert len(names) == len(set(names))
+    assert all("nothing but the tracker refers to what was tracked" in record.getMessage() for record in caplog.records)
+    return set(names)
+
+
+@pytest.mark.parametrize("is_entered", [True, False])
+def test_a_name_that_is_bound_to_another_object_is_reported_once(
+    repo: Repository, caplog: pytest.LogCaptureFixture, *, is_entered: bool
+) -> None:
+    found = Statistics()
+    large, weight, plain = np.zeros((100, 1000)), nn.Parameter(torch.zeros(100_000)), np.zeros((2, 3)).reshape(3, 2)
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    stats = {"mean": np.zeros(2), "more": [torch.zeros(2)]}
+    run = repo.track(
+        model=model, optimizer=optimizer, mean=found.mean, hidden=found.hidden, teacher=found.teacher, large=large, weight=weight,
+        plain=plain, stats=stats, nested={"mean": found.mean},
+    )  # fmt: skip
+    if is_entered:
+        run.__enter__()
+    for _ in range(9):
+        steps(run, model, optimizer, 1)
+        run.fence()
+        found.update()
+        large, plain, stats = large + 1, plain + 1, copy.deepcopy(stats)
+        weight = nn.Parameter(weight.detach() + 1)
+    run.close()
+    bound = {"mean", "hidden", "teacher", "large", "weight", "plain"}
+    assert named(caplog) == bound | {"stats/mean", "stats/more/0", "nested/mean"}
+    assert "or track what holds it, as in track(hidden=vars(holder))" in caplog.text
+    assert "tensor.copy_(new), array[...] = new or module.load_state_dict(new.state_dict())" in caplog.text
+
+
+def test_what_a_script_refers_to_or_only_passes_is_no_oversight(repo: Repository, caplog: pytest.LogCaptureFixture) -> None:
+    found, memory, several = Statistics(), np.zeros(4), torch.zeros(4, 4)
+    encoder, head = nn.Linear(2, 2), nn.Linear(2, 2)
+    whole = nn.ModuleDict({"encoder": encoder})
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.Adam(model.parameters())
+    stats = {"mean": np.zeros(2), "large": torch.zeros(100_000)}
+    with repo.track(
+        model=model, optimizer=optimizer, both=nn.ModuleList([encoder, head]), whole=whole, mean=found.mean, hidden=found.hidden,
+        teacher=found.teacher, stats=stats, row=several[0], view=torch.from_numpy(memory), part=memory[1:],
+        passed=torch.zeros(100_000), made=nn.Linear(1, 1), held={"mean": np.zeros(2)},
+    ) as run:  # fmt: skip
+        del model, whole
+        for _ in range(9):
+            optimizer.step()
+            run.capture()
+    assert not caplog.records
+    assert memory is not None
+    assert head is not None
+
+
+def test_what_an_object_holds_is_captured_as_it_is_now(repo: Repository, caplog: pytest.LogCaptureFixture) -> None:
+    found = Statistics()
+    holder = {"later": [torch.zeros(1)], "found": vars(found)}
+    with repo.track(rms=vars(found), holder=holder) as run:
+        for number in range(9):
+            found.update()
+            holder["later"] = [torch.full((1,), float(number))]
+            run.capture()
+    tree = repo.load("main")
+    for rms in (tree["rms"], tree["holder"]["found"]):
+        assert (rms["mean"] == 9).all()
+        assert (rms["hidden"] == 9).all()
+        assert torch.equal(rms["teacher"]["weight"], found.teacher.weight)
+    assert tree["holder"]["later"][0] == 8
+    assert not caplog.records
+    fresh = Statistics()
+    with repo.track(rms=vars(fresh), holder={"later": [torch.zeros(1)], "found": vars(fresh)}):
+        assert (fresh.mean == 9).all()
+        assert torch.equal(fresh.teacher.weight, found.teacher.weight)

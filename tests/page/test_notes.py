@@ -85,6 +85,32 @@ def test_a_note_is_written_edited_and_deleted(writable: Site, grown: Grown, page
     expect(notes.locator("article")).to_have_count(0)
 
 
+def test_two_people_who_edit_one_note_lose_no_text(writable: Site, grown: Grown, page: Page) -> None:
+    uid = grown["main~2"].uid
+    write(writable, uid, "first", author="ada")
+    page.goto(writable.address(f"state={uid}&panel=detail", token=TOKEN))
+    other = page.context.new_page()
+    other.goto(writable.address(f"state={uid}&panel=detail", token=TOKEN))
+    for who in (page, other):
+        section(who).get_by_role("button", name="Edit").click()
+
+    section(page).get_by_label("Markdown").fill("mine")
+    section(page).get_by_role("button", name="Save").click()
+    expect(section(page).locator("article .text")).to_have_text("mine")
+    section(other).get_by_label("Markdown").fill("theirs")
+    section(other).get_by_role("button", name="Save").click()
+
+    expect(section(other)).to_contain_text("read it again")
+    expect(section(other).get_by_label("Markdown")).to_have_value("theirs")
+    section(other).get_by_role("button", name="Cancel").click()
+    expect(section(other).locator("article .text"), "the event brought the other text").to_have_text("mine")
+    section(page).get_by_role("button", name="Edit").click()
+    section(other).get_by_role("button", name="Delete").click()
+    section(other).get_by_role("button", name="Yes, delete it").click()
+    expect(section(page).locator("article")).to_have_count(0)
+    expect(section(page).get_by_label("Markdown")).to_have_value("mine")
+
+
 def test_a_branch_has_notes_of_its_own(writable: Site, grown: Grown, page: Page) -> None:
     page.goto(writable.address(f"state={grown['main'].uid}&panel=detail", token=TOKEN))
     notes = section(page, "Notes on branch main")

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from datastates import Cadence, CheckFreq, Daly, InvalidInput, OnImprovement, TwoLevel, Young
 from datastates.capture.pacing import Pacing, Taken
+from datastates.policy.auto import Auto
 from datastates.policy.contract import AnyOf, CadenceChoice, Moment, Policy
 from datastates.policy.text import parse, policy
 from tests.support.effort import examples
@@ -21,6 +22,7 @@ FIXED = st.builds(Cadence, st.none() | st.integers(1, 10**9), st.none() | st.flo
 KEYS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1, max_size=40)
 IMPROVEMENTS = st.builds(OnImprovement, KEYS, st.sampled_from([None, True, False]))
 COMPUTED = st.one_of(
+    st.builds(Auto, st.floats(1e-6, 1), st.integers(1, 10**15)),
     st.builds(CheckFreq, st.floats(1e-6, 1)),
     st.builds(Young, st.none() | SPANS),
     st.builds(Daly, st.none() | SPANS, st.booleans()),
@@ -43,7 +45,7 @@ def picked(made: Policy, *metrics: dict[str, float], steps: int = 1) -> list[int
     return [
         index
         for index, found in enumerate(metrics)
-        if pacing.is_due_at_capture(Taken(float(index), None, index * steps, found), float(index), is_writing=False)
+        if pacing.is_due_at_capture(Taken(float(index), None, index * steps, found), float(index), waiting=0)
     ]
 
 
@@ -84,8 +86,8 @@ def test_two_cadences_that_say_different_things_are_one() -> None:
             return moment.step == 7
 
     for both in (Seventh(None, None) | Cadence(10, None), Cadence(10, None) | Seventh(None, None)):
-        assert picked(both, *[{}] * 13) == [0, 7, 10]
-    assert picked(Cadence(10, None) | Cadence(4, None), *[{}] * 13) == [0, 4, 8, 10, 12]
+        assert picked(both, *[{}] * 13) == [7, 9]
+    assert picked(Cadence(10, None) | Cadence(4, None), *[{}] * 13) == [3, 7, 9, 11]
 
 
 def test_a_policy_of_the_user_s_need_not_be_hashable() -> None:
@@ -106,8 +108,28 @@ def test_a_policy_of_the_user_s_need_not_be_hashable() -> None:
     assert (Thursdays() | Cadence(2, None)).told().why == "on Thursdays; or every 2 captures, as it was told"
 
 
-def test_steps_are_counted_from_the_state_that_was_written_last() -> None:
-    assert picked(Cadence(interval_s=None, steps=10), *[{}] * 9, steps=4) == [0, 3, 6]
+@pytest.mark.parametrize("every", [1, 2, 5])
+def test_captures_are_counted_from_one(every: int) -> None:
+    assert [index + 1 for index in picked(Cadence(every, None), *[{}] * 15)] == [*range(every, 16, every)]
+
+
+def test_the_first_state_at_or_after_each_multiple_of_steps_is_written() -> None:
+    assert [4 * index for index in picked(Cadence(interval_s=None, steps=10), *[{}] * 9, steps=4)] == [12, 20, 32]
+    assert picked(Cadence(interval_s=None, steps=5), *[{}] * 16) == [5, 10, 15]
+
+
+def test_steps_are_counted_on_after_a_resume_and_after_going_back() -> None:
+    pacing, steps = Pacing(Cadence(interval_s=None, steps=10)), [13, 14, 19, 20, 21, 12, 13, 20, 21]
+    assert [step for step in steps if pacing.is_due_at_capture(Taken(0.0, None, step), 0.0, waiting=0)] == [13, 20, 12, 20]
+
+
+def test_every_nth_pick_goes_on_to_further_tiers() -> None:
+    pacing = Pacing(Cadence(1, None), choice=CadenceChoice("mine", "for a test", every=1, further_every=3))
+    near = []
+    for number in range(1, 10):
+        pacing.is_due_at_capture(Taken(), 0.0, waiting=0)
+        near += [number] * pacing.keeps_near
+    assert near == [1, 2, 4, 5, 7, 8]
 
 
 def test_a_better_value_is_written_by_the_name_of_the_metric_or_as_told() -> None:
@@ -119,7 +141,8 @@ def test_a_better_value_is_written_by_the_name_of_the_metric_or_as_told() -> Non
 
 def test_a_value_counts_though_its_state_was_written_for_another_reason() -> None:
     made = Cadence(2, None) | OnImprovement("loss")
-    assert picked(made, {"loss": 5.0}, {"loss": 5.0}, {"loss": 1.0}, {"loss": 2.0}) == [0, 2]
+    assert picked(made, {"loss": 5.0}, {"loss": 5.0}, {"loss": 1.0}, {"loss": 2.0}) == [0, 1, 2, 3]
+    assert picked(made, {"loss": 5.0}, {"loss": 1.0}, {"loss": 2.0}) == [0, 1]
 
 
 @pytest.mark.parametrize(

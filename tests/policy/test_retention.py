@@ -221,7 +221,8 @@ def test_what_is_no_policy_is_refused(wrong: object) -> None:
 def test_bounds_and_goals_are_checked() -> None:
     assert (Retention.at_most("1K") | Retention.at_most("2K")).bound == 1024
     assert (DEFAULT | Retention.at_most("2K")).bound == 2048
-    assert (DEFAULT | Retention.latest(2)).bound == "half"
+    assert (DEFAULT | Retention.latest(2)).bound == "auto"
+    assert Retention.parse(DEFAULT.text) == DEFAULT
     assert Retention.parse("latest:2,at-most:1.5G").text == "latest:2 at-most:1536M"
     with pytest.raises(InvalidInput, match="goal"):
         Retention.best("loss", goal="up")  # type: ignore[arg-type]  # that is what is tried

@@ -74,13 +74,13 @@ class Training:
             self.now = ends
             self._writing = None
             self.writes.append((began, ends))
-            self._act(self._engine.handle(Written(uid, began, ends)))
+            self._act(self._engine.handle(Written((uid,), began, ends)))
 
     def _act(self, actions: list[Action]) -> None:
         self.most_pending = max(self.most_pending, self._engine.pending_writes)
         for action in actions:
             match action:
-                case Write(uid):
+                case Write((uid,)):
                     assert self._writing is None, "one at a time"
                     self._writing = (uid, self.now, self.now + self.write_s * max(0.1, self._random.gauss(1, self.noise / 3)))
                 case Paced(_, costs, choice, has_changed):

@@ -147,6 +147,35 @@ def interrupt(folder: str, say: Say) -> None:
         say("gave up", time.monotonic() - asked, exc)
 
 
+def die(folder: str, how: str, say: Say) -> None:
+    """Rank 1 dies, and rank 0 then ends by an error or a signal while its last states wait for the parts of rank 1."""
+    tensor = torch.zeros(ROWS, 4)
+    repo = datastates.open(folder, config=config(group_patience_s=60.0))
+    run = repo.track(objects={"rows": tensor}, rng=False)
+    for step in range(1, AT + 1):
+        tensor.copy_(rows(step))
+        run.capture().wait("durable", 30)
+    dist.barrier()
+    if dist.get_rank() == 1:
+        os._exit(1)
+    run.capture()
+    began = time.monotonic()
+    try:
+        if how == "signal":
+            os.kill(os.getpid(), signal.SIGTERM)
+        if how == "block":
+            with repo, run:
+                dist.barrier()  # raises, as rank 1 is gone
+        try:
+            dist.barrier()
+        finally:
+            run.close()
+            repo.close()
+    except (RuntimeError, SystemExit) as exc:
+        repo.core.close(exc)  # as the end of the process does
+    say("took", time.monotonic() - began)
+
+
 def fill(folder: str, say: Say, is_mended: bool) -> None:
     """The disk of rank 1 is full from a step on."""
     rank, tensor = dist.get_rank(), torch.zeros(ROWS, 4)
@@ -176,7 +205,7 @@ def meet(folder: str, say: Say) -> None:
     """Capture on a branch where another job may be."""
     tensor, captures = torch.zeros(ROWS, 4), []
     with datastates.open(folder, config=config()) as repo:
-        run = repo.track(objects={"rows": tensor}, rng=False)
+        run = repo.track(objects={"rows": tensor}, rng=False, takeover=True)
         say("tracks")
         try:
             for step in range(run.step + 1, run.step + STEPS + 1):
@@ -278,7 +307,7 @@ def test_a_rank_that_lies_makes_no_state_that_nobody_can_restore_go_for_the_newe
     see_sound(tmp_path, states, but=(AT,) if is_found_late else ())
     if is_found_late:
         with datastates.open(tmp_path) as repo:
-            with pytest.raises(Corrupt, match=r"step 3\) is damaged: .*the nearest ancestor that verifies is .*step 2"):
+            with pytest.raises(Corrupt, match=r"step 3\) is damaged: .*the nearest state that verifies is .*step 2"):
                 repo.load(states[AT])
             repo.branch("there", states[AT])
             assert latest(repo, "there", group=SoloGroup()).step == AT - 1
@@ -303,6 +332,16 @@ def test_a_rank_may_have_children(tmp_path: Path) -> None:
     assert "children 0 0" in said[1]
     see_sound(tmp_path, whole(said))
     assert set(whole(said)) == set(range(1, STEPS + 1))
+
+
+@in_turn
+@pytest.mark.parametrize("how", ["block", "finally", "signal"])
+def test_a_close_after_an_error_waits_for_other_ranks_for_seconds_only(tmp_path: Path, how: str) -> None:
+    with job(2, f"{HERE}:die", folder=str(tmp_path), how=how) as ranks:
+        assert float(ranks.heard(0, "took").split()[1]) < 20, "3 s, on a busy machine, and not the 60 s of group_patience_s"
+    with datastates.open(tmp_path) as repo:
+        assert [state.step for state in repo.log("main")] == [3, 2, 1]
+        assert repo.incomplete().waiting == ()
 
 
 @in_turn

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import msgspec
@@ -74,7 +74,6 @@ def test_small_chunks_are_left_alone(tmp_path: Path) -> None:
     state = payload("a", {"model/w": numbers(SHARED_BYTES // 4 - 1)})
     tier.put(state)
     assert tier.put(payload("b", {"model/w": numbers(SHARED_BYTES // 4 - 1)})).bytes_new == SHARED_BYTES - 4
-    assert not (tmp_path / ".chunks").exists()
 
 
 def test_a_pack_stays_until_the_last_stranger_that_needs_it_goes(tmp_path: Path) -> None:
@@ -269,20 +268,24 @@ def test_a_folder_that_was_copied_shares_within_itself(tmp_path: Path) -> None:
     check(copy, big("a", 1, 2), big("b", 1))
 
 
+def found_in(index: ChunkIndex, keys: Iterable[tuple[bytes, int]]) -> list[Hint]:
+    return [each for hints in index.find(keys).values() for each in hints]
+
+
 def hint(number: int, pack: str = "a.0.safetensors", *, digest: bytes | None = None) -> Hint:
     return Hint((chunk_digest(number.to_bytes(4, "little")) if digest is None else digest, CHUNK_BYTES), pack, 4096 * number)
 
 
 def test_the_index_grows_and_forgets_only_what_lies_in_packs_that_are_gone(tmp_path: Path) -> None:
     index = ChunkIndex(tmp_path)
-    assert index.find([hint(0).key]) == []
+    assert found_in(index, [hint(0).key]) == []
     (tmp_path / "a.0.safetensors").touch()
     for start in range(0, 20_000, 250):
         index.add(hint(number, "ab"[number % 2] + ".0.safetensors") for number in range(start, start + 250))
     kept = [hint(number) for number in range(0, 20_000, 2)]
-    assert index.find(each.key for each in kept) == kept
+    assert found_in(index, (each.key for each in kept)) == kept
     gone = [hint(number).key for number in range(1, 20_000, 2)]
-    assert 0 < len(index.find(gone)) < len(gone)
+    assert 0 < len(found_in(index, gone)) < len(gone)
     assert (tmp_path / ".chunks").stat().st_size <= 4 << 20
     assert {path.name for path in tmp_path.iterdir()} == {".chunks", "a.0.safetensors"}
 
@@ -304,15 +307,15 @@ def test_digests_that_are_made_to_fall_together_do_not_make_the_index_grow(tmp_p
     forged = [hint(number, digest=b"same" + number.to_bytes(12, "big")) for number in range(1000)]
     index.add(forged)
     assert (tmp_path / ".chunks").stat().st_size == size
-    assert index.find(each.key for each in forged) == forged[-64:]
+    assert found_in(index, (each.key for each in forged)) == forged[-64:]
 
 
 def test_the_newest_hint_about_a_chunk_comes_first_and_names_that_reach_elsewhere_are_not_given(tmp_path: Path) -> None:
     index = ChunkIndex(tmp_path)
     index.find([hint(0).key])
     index.add([hint(1, "a.0.safetensors"), hint(1, "b.0.safetensors"), hint(1, "../b.0.safetensors"), hint(1, "x" * 40 + ".0.safetensors")])
-    assert [found.pack for found in index.find([hint(1).key])] == ["b.0.safetensors", "a.0.safetensors"]
-    assert index.find([(hint(1).key[0], 5)]) == []
+    assert [found.pack for found in found_in(index, [hint(1).key])] == ["b.0.safetensors", "a.0.safetensors"]
+    assert found_in(index, [(hint(1).key[0], 5)]) == []
 
 
 _ADDERS = """
@@ -340,7 +343,7 @@ assert [os.waitpid(child, 0)[1] for child in children] == [0, 0, 0]
 def test_processes_add_to_one_index(tmp_path: Path) -> None:
     run(_ADDERS, tmp_path)
     wanted = [hint(10_000 * ord(name) + number, f"{name}.0.safetensors") for name in "abc" for number in range(3000)]
-    assert ChunkIndex(tmp_path).find(each.key for each in wanted) == wanted
+    assert found_in(ChunkIndex(tmp_path), (each.key for each in wanted)) == wanted
 
 
 def test_a_manifest_without_places_is_no_source(tmp_path: Path) -> None:

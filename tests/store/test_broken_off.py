@@ -37,7 +37,7 @@ def known(tier: MemoryTier, arena: Arena) -> object:
 
 def filled(arena: Arena, state: Payload) -> list[int]:
     """Slots with the bytes of a state, as a capture brings them."""
-    slots = arena.acquire(len(state.chunks))
+    slots = arena.acquire([view.nbytes for view in state.chunks])
     assert slots is not None
     for slot, view in zip(slots, state.chunks, strict=True):
         arena.memory(slot, view.nbytes)[:] = view
@@ -61,7 +61,7 @@ def settle(tier: MemoryTier, arena: Arena, state: Payload, during: Interruption)
     was_here, keys = tier.has(state.manifest.origin.uid), [(each.digest, each.length) for each in state.manifest.content.chunks]
     held: dict[_Key, Held] = tier.hold(keys, _THEIRS)
     brought = {key: view for key, view in zip(keys, state.chunks, strict=True) if key not in held}
-    slots: dict[_Key, int] = dict(zip(brought, arena.acquire(len(brought)) or [], strict=True))
+    slots: dict[_Key, int] = dict(zip(brought, arena.acquire([view.nbytes for view in brought.values()]) or [], strict=True))
     for key, slot in slots.items():
         arena.memory(slot, key[1])[:] = brought[key]
     try:

@@ -11,7 +11,7 @@ import safetensors.numpy
 import safetensors.torch
 import torch
 
-from datastates.content.manifest import CHUNK_BYTES
+from datastates.content.manifest import CHUNK_BYTES, LARGE_BYTES
 from datastates.store.local import LocalTier
 from datastates.store.pack import PAGE, lay_out, padded, payload_bytes
 from datastates.store.tier import Payload
@@ -62,7 +62,7 @@ def test_metadata_says_whose_pack_it_is(tmp_path: Path) -> None:
     with safetensors.safe_open(path, "pt") as file:
         metadata = file.metadata()
     assert metadata["format"] == "datastates-pack"
-    assert metadata["version"] == "1"
+    assert metadata["version"] == "2"
     assert metadata["state"] == "s"
     assert metadata["digest"] == state.manifest.digest
     assert payload_bytes(path) == sum(view.nbytes for view in state.chunks)
@@ -128,16 +128,17 @@ def test_any_path_can_be_written(tmp_path: Path, name: str) -> None:
     assert any(tensor.dtype == torch.int64 and torch.equal(tensor, torch.arange(5)) for tensor in found.values())
 
 
-def test_chunks_start_at_pages_and_every_byte_between_is_zero(tmp_path: Path) -> None:
-    state = payload("s", *({f"t{number}": numbers(1 + 300 * number, number)} for number in range(7)))
+@pytest.mark.parametrize("least", [1, LARGE_BYTES // 4], ids=["small", "large"])
+def test_chunks_are_aligned_and_every_byte_between_is_zero(tmp_path: Path, least: int) -> None:
+    state = payload("s", *({f"t{number}": numbers(least + 301 * number, number)} for number in range(7)))
     data = write(tmp_path, state).read_bytes()
-    layout = lay_out(state.manifest, range(7))
+    layout = lay_out([state.manifest], [(0, index) for index in range(7)])
     assert len(data) == layout.size
     assert data.startswith(layout.header)
     position = len(layout.header)
     for offset, view in zip(layout.offsets, state.chunks, strict=True):
         assert offset == position
-        assert offset % PAGE == 0
+        assert offset % (PAGE if least > 1 else 16) == 0
         assert data[offset : offset + view.nbytes] == view
         position = offset + padded(view.nbytes)
         assert not any(data[offset + view.nbytes : position])

@@ -56,7 +56,7 @@ def is_mapped(address: int, length: int) -> bool:
 
 
 def take(arena: Arena, count: int) -> list[int]:
-    slots = arena.acquire(count)
+    slots = arena.acquire([CHUNK_BYTES] * count)
     assert slots is not None
     return slots
 
@@ -106,8 +106,8 @@ def test_a_refused_registration_is_said_once_and_done_without(caplog: pytest.Log
     assert driver.log == [("register", 1)]
     (said,) = caplog.messages
     assert "no more memory may be locked" in said
-    assert not arena.is_joint(0, 1)
-    assert arena.is_joint(1, 3)
+    assert not arena.is_joint(0, CHUNK_BYTES)
+    assert arena.is_joint(CHUNK_BYTES, 3 * CHUNK_BYTES)
     arena.close()
     assert driver.stretches == {}
 
@@ -117,7 +117,7 @@ def test_no_copy_goes_from_one_registration_into_another() -> None:
     tier, state = MemoryTier(arena), payload("a", {"weight": numbers(CHUNK_BYTES)})
     arena.pin(Driver())
     slots = [*take(arena, 2), *take(arena, 2)]
-    assert slots == [0, 1, 2, 3]
+    assert slots == [number * CHUNK_BYTES for number in range(4)]
     for slot, chunk in zip(slots, state.chunks, strict=True):
         arena.memory(slot)[:] = chunk
     tier.adopt(state.manifest, slots)

@@ -13,7 +13,7 @@ from datastates.capture.plan import compile_plan
 from datastates.capture.stage import CopyJob, Stager
 from datastates.clone.landing import CheckedManifest, ObjectsSink, read_manifest
 from datastates.content.digest import chunk_digest, encode, state_digest
-from datastates.content.manifest import CHUNK_BYTES, Chunk, Content, Manifest, Origin
+from datastates.content.manifest import CHUNK_BYTES, VERSION, Chunk, Content, Manifest, Origin
 from datastates.content.tree import encode_values, flatten
 from datastates.objects.adapters import Adapted
 from datastates.store.arena import Arena
@@ -39,8 +39,8 @@ def sent(objects: Mapping[str, object], uid: str = "sent", *, gradients: bool = 
     """A state as it is captured, and its manifest as it comes over the wire."""
     flat = flatten(Adapted(objects, gradients=gradients).tree())
     plan = compile_plan(flat)
-    arena = Arena(max(1, plan.slot_count) * CHUNK_BYTES)
-    slots = arena.acquire(plan.slot_count)
+    arena = Arena(max(1, len(plan.sizes)) * CHUNK_BYTES)
+    slots = arena.acquire(plan.layout.chunk_lengths)
     assert slots is not None
     job, stager = CopyJob(plan, slots, on_done=lambda _: None), Stager(arena)
     stager.begin(job, is_deferring=False)
@@ -53,7 +53,7 @@ def sent(objects: Mapping[str, object], uid: str = "sent", *, gradients: bool = 
     content = Content(plan.layout.skeleton, msgspec.Raw(encode_values(flat.values)), plan.layout.tensors, listed)
     digests = ("0" * 64,) * len(parents)
     origin = Origin(uid, tuple(parents), digests, None, None, 1, 0, 0, None, {}, {})
-    manifest = Manifest(1, state_digest(content, digests), origin, content)
+    manifest = Manifest(VERSION, state_digest(content, digests), origin, content)
     return Sent(read_manifest(encode(manifest), source="the test"), chunks)
 
 

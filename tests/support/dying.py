@@ -8,7 +8,7 @@ What it says, a line each, to whoever knows what a repository must still have wh
     dropping UID               the process is about to drop it by name; pruning UID: by a policy
     tag NAME UID               a name; branch NAME UID: likewise; unsettled NAME: it is about to be moved or deleted
     copied                     the whole folder was copied to the folder beside it; rebuilt: the copy has a new lineage
-    doing ACT NUMBER, done     around each act; ``rewriting`` begins within the act ``rewrite``
+    doing ACT NUMBER, done     around each act; ``rewriting`` begins within the acts ``rewrite`` and ``sift``
     rewritten COUNT            so many packs were rewritten
 """
 
@@ -28,12 +28,13 @@ from torch import nn
 import datastates
 from datastates import Config, Conflict, Repository, Status, Tracker
 from datastates.upkeep.eviction import evict
-from tests.support.training import digest, make, update
+from tests.support.training import digest, make, make_small, update
 
 Say = Callable[..., object]
 
 ACTS = {
     "capture": 14.0,
+    "burst": 4.0,
     "persist": 6.0,
     "tag": 1.5,
     "branch": 1.5,
@@ -43,6 +44,7 @@ ACTS = {
     "prune": 0.8,
     "gc": 1.2,
     "rewrite": 1.2,
+    "sift": 0.8,
     "reindex": 0.3,
     "reopen": 0.4,
 }
@@ -54,8 +56,16 @@ BOUND_S = 60.0
 BALLAST = 1_500_000
 """So many numbers that the last of them have a chunk to themselves, which is two fifths of a state."""
 
-BRANCHES = ("main", "side")
+LARGE = ("main", "side")
+"""The branches whose states have ballast; every fifth one becomes durable."""
+
+SMALL = "small"
+"""The branch whose states have 3.9 kB; all become durable, and those of a burst share packs."""
+
+BRANCHES = (*LARGE, SMALL)
 """The branches that are trained; others are only names."""
+
+MOST_OF_A_BURST = 60
 
 POLICIES = ("latest:3", "thin:2", "tagged", "every:7", "all at-most:3M", "latest:1 best:1:loss")
 
@@ -81,9 +91,9 @@ class Line:
     @classmethod
     def begin(cls, repo: Repository, branch: str, say: Say) -> Line:
         """Track new objects on a branch; says where it goes on from."""
-        model, optimizer = make()
-        ballast = torch.zeros(BALLAST)
-        run = repo.track(model=model, optimizer=optimizer, frozen=frozen(), ballast=ballast, branch=branch)
+        model, optimizer, ballast, same = objects_of(is_small=branch == SMALL)
+        every = 1 if branch == SMALL else None
+        run = repo.track(model=model, optimizer=optimizer, objects=same, ballast=ballast, branch=branch, durable_every=every)
         line = cls(run, model, optimizer, ballast)
         say("begin", branch, run.resumed_from.uid if run.resumed_from else "-", line.live)
         return line
@@ -94,10 +104,17 @@ class Line:
         return live_of(self.model, self.optimizer, self.ballast)
 
 
+def objects_of(*, is_small: bool) -> tuple[nn.Module, torch.optim.Optimizer, torch.Tensor, dict[str, torch.Tensor]]:
+    """New objects of a line: what is trained, its ballast, and what does not change."""
+    if is_small:
+        return *make_small(), torch.zeros(1), {}
+    return *make(), torch.zeros(BALLAST), {"frozen": frozen()}
+
+
 def live_of(model: nn.Module, optimizer: torch.optim.Optimizer, ballast: torch.Tensor) -> str:
-    """Of weights, momentum, and the number that the ballast is made of."""
+    """Of weights, momentum, and the number that the ballast is made of; begins with ``SMALL`` for states without ballast."""
     assert bool((ballast == ballast[0]).all()), "the ballast is of two states"
-    return f"{digest(model, optimizer)}+{int(ballast[0])}"
+    return f"{SMALL if ballast.numel() == 1 else ''}{digest(model, optimizer)}+{int(ballast[0])}"
 
 
 def copy_of(folder: Path) -> Path:
@@ -177,6 +194,15 @@ class Mixture:
         self.say("captured", taken.uid, live, branch)
         return taken
 
+    def burst(self, mark: str) -> list[datastates.Capture]:
+        """Many captures of small states, as fast as they come; now and then the last one is waited for."""
+        taken = [self.capture(mark, SMALL) for _ in range(self.choose.randrange(2, MOST_OF_A_BURST))]
+        if self.choose.random() < 0.5:
+            state = taken[-1].wait("durable")
+            self.asked.add(state.uid)
+            self._promise(state.uid, state.message or "")
+        return taken
+
     def persist(self, mark: str, branch: str | None = None) -> datastates.State:
         """A capture that is waited for until it is on disk."""
         state = self.capture(mark, branch).wait("durable")
@@ -251,10 +277,22 @@ class Mixture:
 
     def rewrite(self, mark: str) -> None:
         """The ballast of three states lies in the pack of the first; that state goes, and then its pack, of which nobody needs the rest."""
-        branch = self.choose.choice(BRANCHES)
+        branch = self.choose.choice(LARGE)
         self.lines[branch].ballast.fill_(self.choose.randrange(1 << 20))
         first, _, _ = (self.persist(mark, branch) for _ in range(3))
         self._evict(first.uid)
+        self._collect()
+
+    def sift(self, mark: str) -> None:
+        """Most states of a burst go, and then the packs that they shared, of which the others need little."""
+        for number, taken in enumerate(self.burst(mark)):
+            state = taken.wait("durable")
+            self._promise(state.uid, state.message or "")
+            if number % 8:
+                self._evict(state.uid)
+        self._collect()
+
+    def _collect(self) -> None:
         self.say("doing", "rewriting", self.number)
         report = self.repo.gc()
         assert not report.left, report.left

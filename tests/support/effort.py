@@ -1,7 +1,7 @@
-"""How much of what can be tried is tried: in the gate a twelfth, another one after each commit; all of it with ``DATASTATES_THOROUGH=1``.
+"""How many cases run: the gate runs a fixed twelfth of the costly ones, and ``DATASTATES_THOROUGH=1`` runs all of them.
 
-``SEED`` decides which twelfth, and what is drawn at random. In the gate it is the number of the commit, so that twelve commits in a row try
-everything; in a thorough run it is drawn anew. Every run prints it, and ``DATASTATES_SEED`` sets it: the run is then repeated.
+``SEED`` decides what is drawn at random. In the gate it is the number of the commit, and in a thorough run it is random. Every run prints
+it, and ``DATASTATES_SEED`` sets it. ``DATASTATES_PART`` (1 to 12) selects another twelfth.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def _seed() -> int:
 
 
 SEED = _seed()
-TURN = SEED % PARTS
+TURN = int(os.environ.get("DATASTATES_PART", "2")) - 1
 
 
 def effort(thorough: int, gate: int) -> int:
@@ -97,4 +97,5 @@ def said() -> str:
     """What whoever reads the report needs in order to repeat the run."""
     if IS_THOROUGH:
         return f"all cases, and random ones besides; again with DATASTATES_THOROUGH=1 DATASTATES_SEED={SEED}"
-    return f"part {TURN + 1} of {PARTS} of the cases; again with DATASTATES_SEED={SEED}, all of them with DATASTATES_THOROUGH=1"
+    again = f"DATASTATES_SEED={SEED} DATASTATES_PART={TURN + 1}"
+    return f"part {TURN + 1} of {PARTS} of the cases; again with {again}, all of them with DATASTATES_THOROUGH=1"

@@ -40,7 +40,7 @@ def room(
     now: float | None = None,
     is_patient: bool = False,
 ) -> RoomNeeded:
-    return RoomNeeded(slots, is_blocked, back_pressure, line, in_flight, since, since if now is None else now, is_patient)
+    return RoomNeeded((slots,), is_blocked, back_pressure, line, in_flight, since, since if now is None else now, is_patient)
 
 
 def refs(*tagged: str, **branches: str) -> RefsChanged:

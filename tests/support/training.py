@@ -25,6 +25,13 @@ def make() -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
 
 
+def make_small() -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A model whose state, with that of AdamW, has 18 tensors and 3.9 kB: many such states share a pack."""
+    torch.manual_seed(7)
+    model = nn.Sequential(nn.Linear(16, 9), nn.ReLU(), nn.Linear(9, 12), nn.ReLU(), nn.Linear(12, 4))
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
 def update(model: nn.Module, optimizer: torch.optim.Optimizer) -> float:
     """One step on random data."""
     optimizer.zero_grad()
@@ -35,12 +42,13 @@ def update(model: nn.Module, optimizer: torch.optim.Optimizer) -> float:
 
 
 def digest(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
-    """Of every byte of the weights and of the momentum."""
+    """Of every byte of the weights and of the moments."""
     found = hashlib.blake2b(digest_size=8)
     for name, value in model.named_parameters():
         found.update(name.encode() + value.detach().numpy().tobytes())
-        momentum = optimizer.state[value].get("momentum_buffer")
-        found.update(b"-" if momentum is None else momentum.numpy().tobytes())
+        state = optimizer.state[value]
+        for moment in (state.get("momentum_buffer"), *(state[key] for key in ("exp_avg", "exp_avg_sq") if key in state)):
+            found.update(b"-" if moment is None else moment.numpy().tobytes())
     return found.hexdigest()
 
 

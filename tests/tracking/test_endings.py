@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import re
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -14,6 +16,7 @@ from datastates import Config
 from datastates.lineage.endings import Ending, How
 from datastates.lineage.show.overview import branches
 from datastates.opening.life import life_of
+from datastates.upkeep.eviction import evict
 from tests.support import warm
 
 QUIET = Config(memory_bytes=16 << 20, durable_interval_s=None)
@@ -81,3 +84,16 @@ def ending(folder: Path) -> Ending | None:
     with datastates.open(folder, config=QUIET) as repo, repo.core.reading() as session:
         (branch,) = branches(session, living=lambda run: life_of(run, repo.core.home))
         return branch.ending
+
+
+def test_the_end_of_a_training_tells_how_many_of_its_states_can_be_restored(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "datastates")
+    with datastates.open(tmp_path, config=QUIET) as repo:
+        for branch, count in (("main", 4), ("main", 2), ("none", 0)):
+            with repo.track(branch=branch, weight=torch.zeros(1000)) as run:
+                states = [run.capture().wait("durable") for _ in range(count)]
+                if count == 4:
+                    evict(repo.core, states[1].uid)
+    ended = [record for record in caplog.records if record.__dict__.get("event") == "training.ended"]
+    assert [(one.__dict__["captured"], one.__dict__["restorable"]) for one in ended] == [(4, 3), (2, 2)]
+    assert re.fullmatch(r"branch main: 4 captured, 3 can be restored, [\d.]+ KiB of data on disk", ended[0].message)

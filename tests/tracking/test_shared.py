@@ -49,7 +49,7 @@ def test_buffers_are_the_first_ranks_and_all_else_is_divided(repo: Repository) -
 
 
 def test_what_is_named_and_what_draws_or_counts_is_each_ranks_own(repo: Repository) -> None:
-    training = as_rank(repo.track(model=nn.Linear(2, 2), seen=[torch.ones(3)], rng=True), 1, 2)
+    training = as_rank(repo.track(model=nn.Linear(2, 2), seen=[torch.ones(3)]), 1, 2)
     training.own = frozenset({"seen"})
     assert [*stored(training)] == ["model/weight", "model/bias"]
 

@@ -77,7 +77,7 @@ def test_states_are_found_and_sorted_by_their_configuration(repo: Repository) ->
 
     assert branches("config.lr > 1e-3 order by config.lr desc") == [0.1, 0.01]
     assert branches("order by config.net.act, config.lr") == [0.001, 0.01, 0.1, None]
-    assert branches("run.config.net.act = gelu or not config.lr exists order by config.lr") == [0.001, None]
+    assert branches("config.net.act = gelu or not config.lr exists order by config.lr") == [0.001, None]
 
 
 def test_a_training_that_is_refused_leaves_no_run(repo: Repository) -> None:

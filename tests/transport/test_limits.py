@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+import tracemalloc
+from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from datastates.errors import Disconnected, InvalidInput, PeerFault, Unavailable
-from datastates.transport.limits import Budget, Share
-from datastates.transport.protocol import PART_BYTES, Answer, Ask, Message, Part, Push, Refs, Want
+from datastates.transport.clone.chain import Chains
+from datastates.transport.limits import Budget, Limits, Share, weigh
+from datastates.transport.protocol import PART_BYTES, Answer, Ask, Message, Offer, Part, Push, Refs, StateRecord, Want
+from datastates.transport.session import answers, life
+from datastates.transport.session import session as session_module
+from datastates.transport.session.sending import HANDLES
 from datastates.transport.session.session import Session
-from tests.transport.stores import CHUNK, UID, MemorySource
-from tests.transport.worlds import STATE, World, offer, opened, receive, run, session, until
+from tests.drivers.peers import offer_bodies
+from tests.transport.stores import CHUNK, UID, MemorySource, record
+from tests.transport.worlds import PATIENCE_S, STATE, World, offer, opened, receive, run, session, until
+
+BODIES = {name: body for name, body in offer_bodies(1 << 20).items() if name not in {"nothing", "a claim", "noise"}}
 
 
 async def answered_by_hand(world: World, peer: Session) -> tuple[Session, asyncio.Task[object]]:
@@ -189,25 +200,191 @@ def test_parts_of_a_push_are_whole(message: Message) -> None:
     run(test)
 
 
-_STEPS = st.lists(st.tuples(st.sampled_from(["take", "give", "close"]), st.integers(0, 3), st.integers(0, 60)), max_size=60)
+# --- memory ------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", list(BODIES))
+def test_a_body_takes_no_more_memory_than_was_reckoned(name: str) -> None:
+    body = BODIES[name]
+    reckoned = weigh(body, 1 << 40)
+    tracemalloc.start()
+    try:
+        held = msgspec.msgpack.decode(body, type=Offer)
+        taken = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    assert isinstance(held, Offer)
+    assert taken < 1.1 * reckoned
+    assert weigh(bytearray(body), 1 << 40) == weigh(memoryview(body), 1 << 40) == reckoned
+    assert weigh(body, 1000) < 1000 + 41 * max(1000, len(body)), "it goes on when there is too much"
+
+
+@given(
+    st.recursive(
+        st.none()
+        | st.booleans()
+        | st.integers(-(1 << 63), (1 << 64) - 1)
+        | st.floats()
+        | st.text()
+        | st.binary()
+        | st.builds(msgspec.msgpack.Ext, st.integers(-128, 127), st.binary()),
+        lambda each: st.lists(each) | st.dictionaries(st.text(), each),
+    )
+)
+def test_every_item_is_counted_once(value: object) -> None:
+    body = msgspec.msgpack.encode([value, "the end of it, which is longer than others"])
+    assert weigh(body, 1 << 40) - weigh(body[:-44], 1 << 40) == 100 + 2 + 42
+
+
+def test_an_offer_that_takes_too_much_memory_is_refused_before_it_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(answers, "decode_offer", None)
+
+    async def test(world: World) -> None:
+        async with session(world) as peer:
+            body = BODIES["parents"]
+            with pytest.raises(Unavailable, match="push one of its ancestors first"):
+                await peer._asking.ask(Push(0, len(body)), limit=0, offer=body)
+            assert await peer.refs()
+            assert world.server._service is not None
+            assert not world.server._service.offers.taken
+
+    run(test, limits=Limits(offer_bytes=4 << 20))
+
+
+def test_manifest_that_takes_too_much_memory_is_refused_before_it_is_decoded() -> None:
+    async def test(world: World) -> None:
+        world.store.hook = lambda name: pytest.fail("it was decoded") if name == "receive" else None
+        async with session(world) as peer:
+            heavy = msgspec.structs.replace(offer(), manifest=bytes(20) + b"\x90" * 100_000 + bytes(32))
+            with pytest.raises(Unavailable, match="manifest and ancestry of a push take more"):
+                await peer.push(MemorySource(STATE), UID, heavy)
+
+    run(test, limits=Limits(offer_bytes=4 << 20))
+
+
+def test_what_a_push_takes_counts_until_no_thread_works_on_it() -> None:
+    begun, go_on = threading.Event(), threading.Event()
+
+    def wait(name: str) -> None:
+        if name == "receive":
+            begun.set()
+            assert go_on.wait(PATIENCE_S)
+
+    async def test(world: World) -> None:
+        world.store.hook = wait
+        assert world.server._service is not None
+        offers = world.server._service.offers
+        async with session(world) as peer:
+            pushing = asyncio.create_task(peer.push(MemorySource(STATE), UID, offer()))
+            await asyncio.to_thread(begun.wait)
+            held = offers.taken
+        await asyncio.gather(pushing, return_exceptions=True)
+        await until(lambda: not world.server.sessions)
+        assert held == offers.taken > len(offer().manifest)
+        go_on.set()
+        await until(lambda: not offers.taken)
+        await until(lambda: len(world.store.abandoned) == 1)
+
+    run(test)
+
+
+def test_a_peer_that_reads_no_answers_is_ended_before_they_take_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(life, "_TASKS", 50)
+
+    def refuse(name: str) -> None:
+        raise InvalidInput("this server takes no pushes")
+
+    async def test(world: World) -> None:
+        world.store.hook = refuse
+        async with session(world) as peer:
+            await until(lambda: bool(world.server.sessions))
+            far = world.server.sessions[0]
+            await far._writing.acquire()  # as if nothing could be sent
+            for number in range(100):
+                await peer._post(Ask(number, Push(0, 1)))
+            await until(lambda: not far.is_open)
+            far._writing.release()
+            assert "more than it reads" in str(far.error)
+
+    run(test)
+
+
+def test_a_page_of_more_states_than_were_asked_for_is_the_peers_fault() -> None:
+    async def test(world: World) -> None:
+        world.store.records = Longer(record(f"{n:024x}") for n in range(3))
+        async with session(world) as peer:
+            with pytest.raises(PeerFault, match="3 states, where at most 1 were asked for"):
+                await peer.log("main", limit=1)
+            assert not peer.is_open
+        async with session(world) as peer:
+            with pytest.raises(PeerFault, match="at most 2"):
+                await peer.find("step > 0", limit=2)
+
+    run(test)
+
+
+class Longer(list[StateRecord]):
+    """Records of which none can be left out."""
+
+    def __getitem__(self, key: Any) -> Any:
+        return self if isinstance(key, slice) else super().__getitem__(key)
+
+
+def test_a_page_of_many_bytes_has_fewer_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(answers, "PAGE_BYTES", 100_000)
+
+    async def test(world: World) -> None:
+        world.store.records = [record(f"{n:024x}", message="m" * 16_000) for n in range(20)]
+        async with session(world) as peer:
+            assert len((await peer.log("main", limit=20)).states) == 5
+            assert len((await peer.find("main", limit=1)).states) == 1
+            world.store.records = [record(message="m" * 16_000, step=n) for n in range(2)]
+            monkeypatch.setattr(answers, "PAGE_BYTES", 10)
+            assert len((await peer.find("main", limit=20)).states) == 1
+
+    run(test)
+
+
+def test_an_answer_that_takes_too_much_memory_is_refused_before_it_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session_module, "BODY_BYTES", 4 << 20)
+
+    async def test(world: World) -> None:
+        world.store.records = [msgspec.structs.replace(record(), parents=("ab",) * 1000)] * 50
+        async with session(world) as peer:
+            with pytest.raises(PeerFault, match=r"no StatePage .*more than 4194304 bytes of memory"):
+                await peer.log("main", limit=50)
+
+    run(test)
+
+
+def test_a_peer_serves_in_few_chains_at_once() -> None:
+    chains = Chains()
+
+    async def test(world: World) -> None:
+        async with session(world) as peer:
+            for number in range(1, 200):
+                _, feed = await peer.open(UID, relay=f"tcp://10.0.0.1:{number}", here=False)
+                await feed.close()
+            assert len(chains.line(UID)) == HANDLES
+
+    run(test, relays=chains)
+
+
+_STEPS = st.lists(st.tuples(st.sampled_from(["take", "give"]), st.integers(0, 3), st.integers(0, 60)), max_size=60)
 
 
 @given(_STEPS)
 def test_a_budget_is_what_its_shares_have_together(steps: list[tuple[str, int, int]]) -> None:
     budget = Budget(100)
-    shares: list[Share] = [budget.share() for _ in range(4)]
+    shares: list[Share] = [Share(budget) for _ in range(4)]
     for what, which, amount in steps:
         share = shares[which]
         match what:
             case "take":
                 before, could = share.taken, budget.taken + amount <= 100 and share.taken + amount <= 50
-                assert share.take(amount) == could or share._is_closed
+                assert share.take(amount) == could
                 assert share.taken - before in {0, amount}
-            case "give":
-                share.give(amount)
             case _:
-                share.close()
-                assert not share.taken
-                assert not share.take(1)
+                share.give(amount)
         assert budget.taken == sum(each.taken for each in shares) <= 100
         assert all(0 <= each.taken <= 50 for each in shares)

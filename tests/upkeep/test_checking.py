@@ -14,6 +14,7 @@ from sqlalchemy import select, update
 import datastates
 from datastates import Config, Corrupt, InvalidInput, Repository
 from datastates.content.envelope import wrap
+from datastates.errors import Unavailable
 from datastates.lineage.schema import SealRow
 from datastates.opening.chronicle import CHRONICLES, chronicles
 from datastates.store import mapped
@@ -30,7 +31,10 @@ QUIET = Config(memory_bytes=64 << 20, durable_interval_s=None)
 def repo(tmp_path: Path) -> Iterator[Repository]:
     """Three durable states, which no memory holds any more; a frozen tensor of 6 MiB is stored once."""
     frozen, weight = torch.arange(1_572_864.0), torch.zeros(300)
-    with datastates.open(tmp_path / "runs", config=QUIET) as first, first.track(frozen=frozen, weight=weight, rng=False) as run:
+    with (
+        datastates.open(tmp_path / "runs", config=QUIET) as first,
+        first.track(objects={"frozen": frozen}, weight=weight, rng=False) as run,
+    ):
         for _ in range(3):
             weight += 1
             run.capture().wait("durable")
@@ -79,7 +83,7 @@ def replace(path: Path, other: Path, kind: str) -> None:
     elif kind == "fifo":
         os.mkfifo(path)
     elif kind != "missing":
-        path.write_bytes({"cut": data[:-1], "longer": data + b"x", "newer": wrap(2, b"?"), "swapped": other.read_bytes()}[kind])
+        path.write_bytes({"cut": data[:-1], "longer": data + b"x", "newer": wrap(3, b"?"), "swapped": other.read_bytes()}[kind])
 
 
 @pytest.mark.parametrize("kind", ["missing", "cut", "longer", "link", "fifo", "newer", "swapped"])
@@ -150,7 +154,7 @@ def test_what_may_be_sound_and_cannot_be_opened_is_unread_and_not_damaged(
 
 def test_a_state_that_nobody_was_told_of_is_checked_too(repo: Repository) -> None:
     LocalTier(repo.location.packs).put(small("stranger", 1))
-    flip(repo.location.packs / "stranger.0.safetensors", 4096)
+    flip(repo.location.packs / "stranger.0.safetensors", -1)
     assert repo.verify().hurt == ("stranger",)
 
 
@@ -172,6 +176,42 @@ def test_every_flip_in_a_small_pack_and_manifest_is_found_by_verify_and_by_resto
                 flip(path, at, at % 8)
             assert missed == [], kind
         assert not repo.verify().damage
+
+
+def test_every_flip_in_an_index_of_chunks_is_found_until_the_file_is_deleted(tmp_path: Path) -> None:
+    """All bytes of two entries, and some of the free ones (in the gate a twelfth of them)."""
+    with datastates.open(tmp_path / "runs", config=QUIET) as repo, repo.track(weight=torch.arange(40_000.0), rng=False) as run:
+        run.capture().wait("durable")
+        path = repo.location.packs / ".chunks"
+        whole = path.read_bytes()
+        (first, *_) = (at for at in range(0, len(whole), 64) if any(whole[at : at + 64]))
+        for at in [*some_of(range(first, first + 128)), *range(first + 4096, len(whole), 4099)]:
+            flip(path, at, at % 8)
+            (said,) = repo.verify().unread
+            assert ".chunks (1 entries" in said, at
+            flip(path, at, at % 8)
+        assert repo.verify().unread == ()
+        path.write_bytes(whole[:-1])
+        assert len(repo.verify().unread) == 1
+        path.unlink()
+        assert repo.verify().unread == ()
+
+
+def test_every_flip_in_the_identity_of_a_folder_is_found(tmp_path: Path) -> None:
+    with datastates.open(tmp_path / "runs", config=QUIET) as repo, repo.track(weight=torch.arange(40.0), rng=False) as run:
+        run.capture().wait("durable")
+        path = repo.location.packs / ".identity"
+    for at in range(24):
+        flip(path, at, at % 4)
+        try:
+            with datastates.open(tmp_path / "runs", config=QUIET) as repo:
+                (said,) = repo.verify().unread
+        except Unavailable as exc:
+            said = str(exc)
+        assert ".identity" in said, at
+        flip(path, at, at % 4)
+    with datastates.open(tmp_path / "runs", config=QUIET) as repo:
+        assert repo.verify().unread == ()
 
 
 def test_every_flip_in_a_chronicle_is_found_by_verify_and_mended_by_repair(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ ROOT = Path(__file__).parents[2]
 def trained(folder: Path, count: int = 4) -> list[str]:
     """The uids of some durable states of one branch that share a tensor."""
     frozen, weight = torch.arange(40_000.0), torch.zeros(30_000)
-    with datastates.open(folder, config=QUIET) as repo, repo.track(frozen=frozen, weight=weight) as run:
+    with datastates.open(folder, config=QUIET) as repo, repo.track(objects={"frozen": frozen}, weight=weight) as run:
         uids = []
         for _ in range(count):
             weight += 1
@@ -238,7 +238,7 @@ def test_a_collection_that_is_killed_loses_nothing_that_the_lineage_counts_on(tm
         torch.arange(1_200_000.0),
         torch.zeros(1_500_000),
     )  # the weights of the first state, and what it shares: half and more goes
-    with datastates.open(tmp_path / "runs", config=QUIET) as repo, repo.track(frozen=frozen, weight=weight, rng=False) as run:
+    with datastates.open(tmp_path / "runs", config=QUIET) as repo, repo.track(objects={"frozen": frozen}, weight=weight, rng=False) as run:
         for _ in range(3):
             weight += 1
             run.capture().wait("durable")

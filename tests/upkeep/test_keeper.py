@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -79,7 +80,7 @@ def test_a_long_training_stays_under_its_bound_and_all_that_is_kept_restores(tmp
     assert on_disk(tmp_path / "runs") <= bound
     with datastates.open(tmp_path / "runs") as repo:
         steps = durable_steps(repo)
-        assert {1, 7, 2000} <= set(steps)
+        assert {7, 2000} <= set(steps)
         assert repo.state("main@best:loss").step == 7
         assert sum(step > 1500 for step in steps) > sum(step <= 500 for step in steps), "older ones are thinner"
         assert len(repo.log("main")) == 2000, "the lineage and its metrics stay"
@@ -179,20 +180,23 @@ def test_no_error_of_a_pass_reaches_the_training(tmp_path: Path, monkeypatch: py
         assert durable_steps(repo) == [1, 2, 3, 4, 5]
 
 
-def test_by_default_everything_stays_until_half_of_the_room_is_taken(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("half", "state", "bound"), [(5 << 30, 0, "5G"), (1 << 40, 0, "20G"), (1 << 40, 4 << 30, "32G"), (30 << 30, 4 << 30, "30G")]
+)
+def test_by_default_states_take_20_gib_or_eight_states_and_at_most_half_of_the_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, half: int, state: int, bound: str
 ) -> None:
-    monkeypatch.setattr(keeper, "half_of_room", lambda folder, taken: 5 << 30)
-    monkeypatch.setattr(keeper._logger, "filters", [])  # which let it pass once a minute, and another test may just have said it
+    monkeypatch.setattr(keeper, "half_of_room", lambda folder, taken: half)
     model = nn.Linear(4, 4)
-    with caplog.at_level(logging.INFO, "datastates"), datastates.open(tmp_path / "runs", config=config()) as repo:
+    with datastates.open(tmp_path / "runs", config=config()) as repo:
         with repo.track(model=model) as run:
             train(run, model, 3)
         assert repo.core.engaged is not None
         applied = repo.core.engaged.keeper
         assert isinstance(applied, Keeper)
-        assert (applied.retention.text, applied.report) == ("all at-most:5G", None)
-    assert "kept by 'all at-most:half'; when they take more than 5368709120 bytes, older ones are thinned" in caplog.text
+        applied.follow("main", None, state)
+        assert (applied.retention.text, applied.report) == (f"all best:1:* at-most:{bound}", None)
+        assert applied.said == f"; the oldest are thinned beyond {bound[:-1]} GiB"
 
 
 def test_half_of_the_room_counts_what_is_free_and_what_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -283,3 +287,91 @@ def test_no_thread_to_be_had_for_a_pass_keeps_no_state_from_becoming_durable(tmp
         monkeypatch.undo()
     with datastates.open(tmp_path / "runs") as repo:
         assert durable_steps(repo) == [3], "the last pass had one"
+
+
+class Clock:
+    """The wall clock and the clock since boot, which tests may set; both run."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.ahead_s, self.later_s = 0.0, 0.0
+        wall, boot = time.time, keeper._since_boot_s
+        monkeypatch.setattr(time, "time", lambda: wall() + self.ahead_s + self.later_s)
+        monkeypatch.setattr(keeper, "_since_boot_s", lambda: boot() + self.later_s)
+
+
+def passes(repo: Repository, run: datastates.Tracker, model: nn.Linear, count: int = 1) -> None:
+    """So many passes, each after a state that became durable."""
+    for _ in range(count):
+        train(run, model, 1, is_waiting=True)
+        made = repo.core.engage().keeper
+        assert isinstance(made, Keeper)
+        made._pass(lambda: False)
+
+
+YEAR_S, DAY_S = 365 * 86_400, 86_400
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """Passes run only when a test runs them, and the log has no limit a minute."""
+    monkeypatch.setattr(keeper._logger, "filters", [])
+    monkeypatch.setattr(Keeper, "_begin", lambda self: None)
+    monkeypatch.setattr(Keeper, "finish", lambda self: None)
+    return Clock(monkeypatch)
+
+
+def test_a_clock_that_jumps_ahead_deletes_nothing_and_is_told_once(tmp_path: Path, clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Linear(4, 4)
+    with datastates.open(tmp_path / "runs", config=config(retention="within:7d")) as repo, repo.track(model=model) as run:
+        train(run, model, 21, is_waiting=True)
+        clock.ahead_s = YEAR_S
+        passes(repo, run, model, 3)
+        clock.ahead_s = 0
+        passes(repo, run, model, 3)
+        assert len(durable_steps(repo)) == 27
+    (said,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert "retention keeps 21 states" in said
+    assert "the clock moved by +365.0 days" in said
+
+
+def test_a_process_that_starts_with_a_wrong_clock_deletes_nothing(tmp_path: Path, clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Linear(4, 4)
+    with datastates.open(tmp_path / "runs", config=config(retention="within:7d")) as repo, repo.track(model=model) as run:
+        train(run, model, 21, is_waiting=True)
+    clock.ahead_s = YEAR_S
+    with datastates.open(tmp_path / "runs", config=config(retention="within:7d")) as repo, repo.track(model=model) as run:
+        passes(repo, run, model, 3)
+        assert len(durable_steps(repo)) == 24
+        assert "the clock moved by +365.0 days" in caplog.text
+
+
+def test_a_clock_that_runs_steadily_counts_and_states_go_a_few_a_pass(
+    tmp_path: Path, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = nn.Linear(4, 4)
+    with datastates.open(tmp_path / "runs", config=config(retention="within:7d")) as repo, repo.track(model=model) as run:
+        train(run, model, 39, is_waiting=True)
+        clock.later_s = 8 * DAY_S
+        passes(repo, run, model)
+        assert len(durable_steps(repo)) == 36, "a tenth of 40"
+        passes(repo, run, model)
+        assert durable_steps(repo)[0] == 8
+        passes(repo, run, model, 60)
+        assert durable_steps(repo)[0] > 39, "all of them in the end"
+        clock.ahead_s = YEAR_S
+        passes(repo, run, model)
+        clock.later_s += 2 * 3600
+        left = len(durable_steps(repo))
+        passes(repo, run, model)
+        assert len(durable_steps(repo)) < left + 1, "an hour later the clock counts"
+    assert len([record for record in caplog.records if record.levelno >= logging.WARNING]) == 1
+
+
+def test_a_bound_holds_while_the_clock_is_in_doubt(tmp_path: Path, clock: Clock) -> None:
+    model = nn.Linear(4, 4)
+    with datastates.open(tmp_path / "runs", config=config(retention="within:7d at-most:40000")) as repo, repo.track(model=model) as run:
+        train(run, model, 21, is_waiting=True)
+        clock.ahead_s = YEAR_S
+        passes(repo, run, model, 2)
+        assert on_disk(tmp_path / "runs") <= 40_000
+        assert 1 < len(durable_steps(repo)) < 23

@@ -75,8 +75,8 @@ def scribbling(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def closed(self: _MemoryReader) -> None:
         close(self)
-        for slot in self._slots:
-            self._arena.tensor(slot).fill_(255)
+        for slot, chunk in zip(self._slots, self.manifest.content.chunks, strict=True):
+            self._arena.tensor(slot, chunk.length).fill_(255)
 
     monkeypatch.setattr(_MemoryReader, "close", closed)
 

@@ -52,7 +52,10 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Eight states, a tag and a note; the older four share a pack of which little is needed."""
     folder = tmp_path_factory.mktemp("made") / "runs"
     frozen, weight = torch.randn(70_000), torch.zeros(70_000)
-    with datastates.open(folder, config=QUIET) as repo, repo.track(frozen=frozen, weight=weight, rng=False, durable_every=1) as run:
+    with (
+        datastates.open(folder, config=QUIET) as repo,
+        repo.track(objects={"frozen": frozen}, weight=weight, rng=False, durable_every=1) as run,
+    ):
         for number in range(8):
             weight += 1
             run.capture(metrics={"loss": 1 / (1 + number)}).wait("durable")

@@ -23,7 +23,7 @@ COUNT = 3
 def train(folder: Path, config: Config = QUIET, start: float = 0) -> list[str]:
     """Three durable states, the oldest first; a frozen tensor of 6 MiB is stored once."""
     frozen, weight = torch.arange(1_572_864.0), torch.full((300,), float(start))
-    with datastates.open(folder, config=config) as repo, repo.track(frozen=frozen, weight=weight, rng=False) as run:
+    with datastates.open(folder, config=config) as repo, repo.track(objects={"frozen": frozen}, weight=weight, rng=False) as run:
         uids = []
         for _ in range(COUNT):
             weight += 1
@@ -76,7 +76,7 @@ def test_damaged_packs_come_back_from_another_folder(folder: Path, made: Path, k
         elif kind == "header":
             flip(first, 20)
         elif kind == "chunk":
-            flip(repo.location.packs / f"{names[1]}.0.safetensors", 4096 + 8)
+            flip(repo.location.packs / f"{names[1]}.0.safetensors", -1)
         else:
             flip(first, first.stat().st_size - 5000)
         assert repo.verify().damage
@@ -114,7 +114,7 @@ def test_a_damaged_manifest_comes_back(folder: Path, made: Path, kind: str, is_s
 
 def test_memory_of_this_process_gives_what_it_has(tmp_path: Path) -> None:
     frozen, weight = torch.arange(1_572_864.0), torch.zeros(300)
-    with datastates.open(tmp_path / "runs", config=QUIET) as repo, repo.track(frozen=frozen, weight=weight, rng=False) as run:
+    with datastates.open(tmp_path / "runs", config=QUIET) as repo, repo.track(objects={"frozen": frozen}, weight=weight, rng=False) as run:
         for _ in range(COUNT):
             weight += 1
             run.capture().wait("durable")
@@ -137,7 +137,7 @@ def test_further_tiers_give_what_they_have(tmp_path: Path) -> None:
     train(tmp_path / "runs", config())
     with datastates.open(tmp_path / "runs", config=config()) as repo:
         for path in repo.location.packs.glob("*.safetensors"):
-            flip(path, 4096 + 8)
+            flip(path, -1)
         assert len(repo.repair().repaired) == COUNT
         check(repo)
 
@@ -145,7 +145,7 @@ def test_further_tiers_give_what_they_have(tmp_path: Path) -> None:
 def test_what_is_nowhere_else_stays_hurt_and_names_the_nearest_ancestor(folder: Path) -> None:
     with datastates.open(folder, config=QUIET) as repo:
         names = uids(repo)
-        flip(repo.location.packs / f"{names[2]}.0.safetensors", 4096 + 8)
+        flip(repo.location.packs / f"{names[2]}.0.safetensors", -1)
         (hurt,) = repo.repair().hurt
         assert (hurt.state, hurt.nearest) == (names[2], names[1])
         assert "no other place has chunk" in hurt.problem
@@ -158,7 +158,7 @@ def test_another_state_of_the_same_uid_gives_nothing(folder: Path, tmp_path: Pat
     train(tmp_path / "other", start=7.0)
     with datastates.open(folder, config=QUIET) as repo:
         uid = uids(repo)[2]
-        flip(repo.location.packs / f"{uid}.0.{kind}", 4096 + 8 if kind == "safetensors" else 30)
+        flip(repo.location.packs / f"{uid}.0.{kind}", -1 if kind == "safetensors" else 30)
         with datastates.open(tmp_path / "other", config=QUIET) as other:
             theirs = uids(other)[2]
             manifest = other.core.tiers.durable.manifest(theirs)

@@ -67,7 +67,7 @@ def check(repo: Repository) -> None:
 
 
 def a_chunk(packs: Path, names: list[str]) -> None:
-    flip(packs / f"{names[1]}.0.safetensors", 4096 + 8)
+    flip(packs / f"{names[1]}.0.safetensors", -1)
 
 
 def a_shared_chunk(packs: Path, names: list[str]) -> None:
@@ -107,7 +107,10 @@ def test_what_is_damaged_comes_back_from_a_peer_and_says_whose_it_is(
 def test_memory_of_another_process_gives_what_no_disk_has(tmp_path: Path) -> None:
     """Their disk lost it, and their memory has it still."""
     frozen, weight = torch.arange(1_572_864.0), torch.zeros(300)
-    with datastates.open(tmp_path / "theirs", config=QUIET) as theirs, theirs.track(frozen=frozen, weight=weight, rng=False) as run:
+    with (
+        datastates.open(tmp_path / "theirs", config=QUIET) as theirs,
+        theirs.track(objects={"frozen": frozen}, weight=weight, rng=False) as run,
+    ):
         for _ in range(COUNT):
             weight += 1
             run.capture().wait("durable")

@@ -16,7 +16,7 @@ from torch import nn
 
 import datastates
 from datastates import Config, Repository, State
-from datastates.errors import InvalidInput, Unavailable
+from datastates.errors import Conflict, InvalidInput, Unavailable
 from datastates.export.bundle import export_bundle, import_bundle
 from datastates.lineage.change import record
 from datastates.lineage.states import Status
@@ -24,6 +24,8 @@ from datastates.opening.neighbours import Neighbours
 from datastates.system.locks import Held, hold
 from datastates.testing import fail_at
 from datastates.upkeep import retention
+from datastates.upkeep.eviction import evict
+from datastates.upkeep.usage import usage
 
 EACH = Config(memory_bytes=64 << 20, durable_every=1, durable_interval_s=None, retention=datastates.Retention.all())
 
@@ -85,6 +87,17 @@ def test_what_no_rule_keeps_is_evicted_and_all_else_restores(training: Counting)
     gone = repo.state(made[7].uid)
     assert (gone.metrics, gone.status in (Status.CAPTURED, Status.EVICTED)) == (made[7].metrics, True)
     assert repo.prune("latest:2 best:2:loss every:10").dropped == ()
+
+
+def test_progress_is_told_of_what_was_read_and_dropped(training: Counting) -> None:
+    training.go(12)
+    told = list[tuple[int, int]]()
+    usage(training.repo.core, on_progress=lambda done, total: told.append((done, total)))
+    assert told == [(12, 12)]
+    training.repo.prune("latest:2", dry_run=True, on_progress=lambda done, total: told.append((done, total)))
+    assert told == [(12, 12)] * 2
+    training.repo.prune("latest:2", on_progress=lambda done, total: told.append((done, total)))
+    assert told == [*[(12, 12)] * 3, (10, 10)]
 
 
 def test_files_on_disk_are_those_of_what_stays(training: Counting, tmp_path: Path) -> None:
@@ -317,3 +330,45 @@ def test_what_cannot_be_pruned_says_so(training: Counting, tmp_path: Path) -> No
     with pytest.raises(InvalidInput, match="dry_run"):
         training.repo.prune("all", dry_run="yes")  # type: ignore[arg-type]  # that is what is tried
     assert steps(training.repo) == [1]
+
+
+def test_deleting_a_branch_frees_the_bytes_that_only_it_holds(training: Counting) -> None:
+    made, repo = training.go(6), training.repo
+    repo.branch("side", made[1])
+    with pytest.raises(Conflict, match="has a training"):
+        repo.delete_ref("main", bytes=True)
+    training.run.close()
+    repo.tag("warm", made[0])
+    planned = repo.delete_ref("main", bytes=True, dry_run=True)
+    assert planned is not None
+    assert [each.uid for each in planned.dropped] == [state.uid for state in made[2:]]
+    assert [ref.name for ref in repo.refs()] == ["main", "side", "warm"]
+    done = repo.delete_ref("main", bytes=True)
+    assert done is not None
+    assert (done.dropped, done.bytes_freed > 0) == (planned.dropped, True)
+    assert [ref.name for ref in repo.refs()] == ["side", "warm"]
+    assert [repo.state(state.uid).status is Status.DURABLE for state in made] == [True] * 2 + [False] * 4
+    assert_whole(repo, "side")
+    (side,) = repo.overview()
+    assert (side.name, side.states) == ("side", 2)
+
+
+def test_branch_of_a_training_is_not_renamed(training: Counting) -> None:
+    training.go(2)
+    with pytest.raises(Conflict, match="end it, then try again"):
+        training.repo.rename("main", "exp")
+    training.run.close()
+    assert training.repo.rename("main", "exp").name == "exp"
+    assert {use.branch: use.states for use in usage(training.repo.core).branches} == {"exp": 2}
+
+
+def test_tag_of_an_evicted_state_is_made_with_a_warning(training: Counting, caplog: pytest.LogCaptureFixture) -> None:
+    made, repo = training.go(3), training.repo
+    evict(repo.core, made[1].uid)
+    repo.tag("fine", made[0])
+    assert not caplog.records
+    repo.tag("gone", made[1])
+    (record,) = caplog.records
+    assert record.name.startswith("datastates")
+    assert f"the nearest state that has its bytes is {made[0].uid[:10]}" in record.getMessage()
+    assert repo.state("gone").uid == made[1].uid

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import datastates
-from datastates import Config, Conflict, Corrupt, InvalidInput, Repository
+from datastates import Config, Conflict, Corrupt, InvalidInput, NotFound, Repository, Unavailable
 
 QUIET = Config(memory_bytes=64 << 20, durable_interval_s=None)
 
@@ -31,7 +31,7 @@ def damage(repo: Repository, rev: str, kind: str) -> str:
     uid = repo.state(rev).uid
     (path,) = repo.location.packs.glob(f"{uid}.*.{kind}")
     data = bytearray(path.read_bytes())
-    data[4096 if kind == "safetensors" else -1] ^= 1
+    data[-1] ^= 1
     path.write_bytes(data)
     return uid
 
@@ -41,7 +41,7 @@ def test_a_branch_with_a_damaged_head_goes_on_as_the_error_says(repo: Repository
     damage(repo, "main", kind)
     damage(repo, "main~1", kind)
     weight = torch.zeros(3)
-    with pytest.raises(Corrupt, match=r"the nearest ancestor that verifies is \w{10} \(step 2\)") as caught:
+    with pytest.raises(Corrupt, match=r"the nearest state that verifies is \w{10} \(step 2\)") as caught:
         repo.track(weight=weight)
     assert caught.value.nearest == repo.state("main~2").uid
     (advice,) = re.findall(r"on branch 'main': (repo\.move\(.*\)), then track it again", str(caught.value))
@@ -60,10 +60,31 @@ def test_a_damaged_state_that_is_asked_for_names_the_one_to_restore(repo: Reposi
         assert "repo.move" not in str(caught.value)  # no branch stands there
 
 
+def test_a_damaged_state_without_sound_ancestors_names_a_later_one(repo: Repository) -> None:
+    for back in (3, 2):
+        damage(repo, f"main~{back}", "safetensors")
+    with pytest.raises(Corrupt, match="the nearest state that verifies is") as caught:
+        repo.load("main~3")
+    assert caught.value.nearest == repo.state("main~1").uid
+
+
+def test_a_state_that_cannot_be_restored_is_not_the_one_to_restore_instead(repo: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
+    uid, before = repo.state("main").uid, repo.state("main~1").uid
+
+    def is_missing(*args: object, **options: object) -> None:
+        raise NotFound("a part of it is missing")
+
+    monkeypatch.setattr(repo.core.tiers, "open", is_missing)
+    assert repo.core.holds(uid)
+    with pytest.raises(Unavailable, match=f"the nearest ancestor that can is {before[:10]}") as caught:
+        repo.load(uid)
+    assert caught.value.nearest == before
+
+
 def test_when_no_ancestor_verifies_the_error_says_so(repo: Repository) -> None:
     for back in range(4):
         damage(repo, f"main~{back}", "safetensors")
-    with pytest.raises(Corrupt, match="no ancestor of it verifies here: begin on another branch") as caught:
+    with pytest.raises(Corrupt, match="no ancestor or descendant of it verifies here: bring its files back") as caught:
         repo.track(weight=torch.zeros(3))
     assert caught.value.nearest is None
     with repo.track(weight=torch.zeros(3), branch="another") as run:

@@ -107,6 +107,11 @@ def meet(variant: str, epoch: int, run: Tracker) -> None:
             (Path(folder) / f"hangs-{variant}").write_text(str(os.getpid()))
             while True:
                 signal.pause()
+        case "block":
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as code that never returns to Python
+            (Path(folder) / f"hangs-{variant}").write_text(str(os.getpid()))
+            while True:
+                signal.pause()
 
 
 def first(path: Path) -> bool:

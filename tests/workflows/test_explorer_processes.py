@@ -198,6 +198,31 @@ def test_ctrl_c_leaves_everything_resumable_and_says_so(
     assert essence(repo, "s", PLAN) == expected
 
 
+@pytest.mark.parametrize(
+    ("number", "kind", "how"),
+    [
+        (signal.SIGTERM, "own", "hang"),
+        (signal.SIGTERM, "own", "block"),
+        (signal.SIGHUP, "pool", "hang"),
+        (signal.SIGTERM, "pool", "block"),
+        (signal.SIGINT, "own", "block"),
+    ],
+)
+def test_a_signal_ends_a_study_in_seconds_though_its_variants_hang(
+    repo: Repository, tmp_path: Path, start: Callable[..., Exploring], number: int, kind: str, how: str
+) -> None:
+    exploring = start(kind, low=f"1:{how}", high=f"1:{how}")
+    pids = [int(wait_for(tmp_path / "faults" / f"hangs-{name}")) for name in ("low", "high")]
+    exploring.process.send_signal(number)
+    exploring.process.wait(60)  # about 11 s alone; the gate runs four workers on two cores, and a driver that waits never ends
+    said = exploring.said()
+    assert "0 of 5 variants are done; the same call goes on from here" in said
+    assert all_end(pids)
+    assert exploring.process.returncode == (128 + number if number != signal.SIGINT else -signal.SIGINT)
+    assert {each.variant: each.epochs for each in read_study(repo, "s", PLAN) if each.epochs} == {"low": 1, "high": 1}
+    assert explore(repo, "main", PLAN, train, study="s", progress=False)
+
+
 def test_workers_take_the_start_from_the_explorer_s_memory(repo: Repository, expected: dict[str, Any]) -> None:
     pytest.importorskip("ucxx", reason="UCXX is not installed: pip install ucxx-cu13")
     assert explore(repo, "main", PLAN, train, study="s", share="ucx://127.0.0.1:0", progress=False)

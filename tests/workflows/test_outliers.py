@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -206,17 +207,36 @@ def test_state_that_cannot_be_restored_is_left_out_and_said(tmp_path: Path) -> N
     assert f"skipped: seed-0, step {gone.step}" in shown(report)
 
 
-def test_state_with_losses_that_are_no_numbers_is_left_out_and_said(repo: Repository) -> None:
+def test_a_state_under_which_most_losses_are_not_finite_is_left_out_and_said(repo: Repository) -> None:
+    calls: list[None] = []
+
+    def broken(model: nn.Module, indices: Tensor) -> Tensor:
+        calls.append(None)
+        return loss(model, indices) * float("nan") if len(calls) == 1 else loss(model, indices)
+
+    report = outliers(repo, "seed-0", model=build(), loss=broken, count=COUNT, states=3)
+    assert [(skipped.step, skipped.reason) for skipped in report.skipped] == [(2, f"{COUNT} of its {COUNT} losses are not finite")]
+    assert report.top(1)[0].strength is not None
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_a_sample_whose_loss_is_not_finite_comes_first_and_the_others_are_ranked(repo: Repository, tmp_path: Path, value: float) -> None:
     calls: list[None] = []
 
     def broken(model: nn.Module, indices: Tensor) -> Tensor:
         calls.append(None)
         found = loss(model, indices)
-        return found.index_fill(0, torch.tensor([7]), float("nan")) if len(calls) == 1 else found
+        return found.index_fill(0, torch.tensor([7]), value) if len(calls) == 1 else found
 
     report = outliers(repo, "seed-0", model=build(), loss=broken, count=COUNT, states=3)
-    assert [(skipped.step, skipped.reason) for skipped in report.skipped] == [(2, f"1 of its {COUNT} losses are not finite")]
+    assert not report.skipped
     assert not np.isnan(report.scores.score).any()
+    first = report.top(1)[0]
+    assert (first.index, first.score, first.strength, first.lineage_loss) == (7, 100.0, None, None)
+    assert report.top(2)[1].strength is not None
+    assert json.loads(report.to_json(tmp_path / "scores.json").read_text())["samples"][0]["lineage_loss"] is None
+    assert report.to_html(tmp_path / "report.html").exists()
+    assert "7" in shown(report)
 
 
 def test_nothing_to_read_is_unavailable(repo: Repository) -> None:

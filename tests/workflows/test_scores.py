@@ -97,6 +97,7 @@ def test_noise_rate_is_the_weight_of_the_higher_group(share: float) -> None:
 
 def test_nothing_is_a_suspect_where_all_are_alike() -> None:
     assert estimate(np.zeros(100)) == 0
+    assert estimate(np.zeros(0)) == 0
     assert estimate(np.array([1.0, 2.0])) == 0
     assert not select(bare(np.zeros(100))).suspects.any()
 
@@ -113,3 +114,24 @@ def test_given_rate_takes_that_share_of_what_is_known() -> None:
     assert not select(scores, 0.0).suspects.any()
     with pytest.raises(InvalidInput, match="from 0 to 1"):
         select(scores, -0.1)
+
+
+@pytest.mark.parametrize("gross", [[], [1e3], [1e6], [1e12, 1e9, 1e6], [np.inf], [np.inf, 1e9]])
+def test_the_noise_rate_of_a_regression_is_estimated_in_spite_of_gross_errors(gross: list[float]) -> None:
+    random = np.random.default_rng(0)
+    wrong = np.concatenate([gross, random.normal(0, 10, 51 - len(gross)) ** 2 + 30])
+    squares = np.concatenate([random.normal(0, 1, 949) ** 2, wrong])
+    scores = put_together(squares, np.full(1000, np.nan), Spread(1000))
+    selection = select(scores)
+    assert 0.04 < selection.noise_rate < 0.08
+    assert selection.suspects[949:].mean() > 0.85
+    assert set(scores.order()[: len(gross)]) == set(range(949, 949 + len(gross)))
+    assert not np.isnan(scores.strength).any()
+
+
+def test_a_few_gross_errors_do_not_decide_how_far_the_others_stand_out() -> None:
+    losses = np.random.default_rng(0).exponential(size=1000)
+    losses[:3] = 1e9
+    found = standardise(losses)
+    assert found[3:].std() > 0.3
+    assert (found[:3] > found[3:].max()).all()

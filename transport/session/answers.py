@@ -13,18 +13,19 @@ from typing import TypeVar
 
 import msgspec
 
+from datastates.content.envelope import body_of
 from datastates.errors import DatastatesError, InvalidInput, PeerFault, Unavailable
 from datastates.system.seldom import Seldom
 from datastates.transport.clone.fetch import fetch
-from datastates.transport.limits import Budget, Limits
-from datastates.transport.protocol import Find, Log, Offer, Open, Opened, Push, Question, Reach, Refs, Resolve
+from datastates.transport.limits import PAGE_BYTES, Budget, Limits, Share, weigh
+from datastates.transport.protocol import Find, Log, Offer, Open, Opened, Push, Question, Reach, Refs, Resolve, StatePage, decode_offer
 from datastates.transport.store import Relays, Source, Store, SupportsAddresses, SupportsParts
 
 from .ahead import is_at
 from .feed import Feed
 from .fingerprints import Fingerprints
 from .neighbours import Neighbours
-from .sending import Sending, Sent
+from .sending import HANDLES, Sending, Sent
 
 __all__ = ["Answers", "Service"]
 
@@ -34,7 +35,6 @@ _logger.addFilter(Seldom())
 _ROOM_AT_ONCE = 2
 _T = TypeVar("_T")
 _encode = msgspec.msgpack.Encoder().encode
-_offer = msgspec.msgpack.Decoder(Offer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class Answers:
         self._service, self._sending, self._peer, self._timeout_s = service, sending, peer, timeout_s
         self._is_near, self._remote = is_near, remote
         self._joined: set[tuple[str, str]] = set()
-        self._offered = service.offers.share()
+        self._offered = Share(service.offers)
 
     async def answer(self, question: Question) -> bytes:
         """The body of the answer to a question. If this raises, the error is the answer."""
@@ -69,9 +69,9 @@ class Answers:
             case Refs():
                 return await self._run(lambda: _encode(store.refs()))
             case Find(query, limit, after):
-                return await self._run(lambda: _encode(store.find(query, limit, after)))
+                return await self._run(lambda: _page(lambda most: store.find(query, most, after), limit))
             case Log(rev, limit, after):
-                return await self._run(lambda: _encode(store.log(rev, limit, after)))
+                return await self._run(lambda: _page(lambda most: store.log(rev, most, after), limit))
             case Resolve(rev):
                 return await self._run(lambda: _encode(store.resolve(rev)))
             case Open():
@@ -96,34 +96,46 @@ class Answers:
 
     async def take(self, push: Push, body: bytearray, feed: Callable[[Offer, tuple[int, ...]], Feed]) -> bytes:
         """Fetch a state that the peer pushes; the body of the answer is its record."""
+        # Threads work on it. So it is not cancelled: it fails once the session is over, and what it holds counts until then.
+        taking = asyncio.create_task(self._take(push, body, feed))
+        taking.add_done_callback(lambda done: done.cancelled() or done.exception())  # marks it as retrieved
         try:
-            return await self._take(body, feed)
+            return await asyncio.shield(taking)
         finally:
-            self._offered.give(push.bytes)
+            del taking  # its error refers to this frame, and the two would keep what was pushed
 
-    async def _take(self, body: bytearray, feed: Callable[[Offer, tuple[int, ...]], Feed]) -> bytes:
-        store = self._service.store
+    async def _take(self, push: Push, body: bytearray, feed: Callable[[Offer, tuple[int, ...]], Feed]) -> bytes:
+        store, taken = self._service.store, push.bytes
         try:
-            offer = _offer.decode(body)
-        except (msgspec.DecodeError, RecursionError, ValueError) as exc:
-            raise PeerFault(f"{self._peer} pushes what is no offer ({exc})") from exc
-        body.clear()
-        async with self._service.pushing:  # a push may have to wait for room
-            sink = await self._run(lambda: store.receive(offer), late=lambda sink: store.abandon(offer, sink))
-        source = feed(offer, tuple(sink.lengths))
-        try:
-            await fetch(sink, [source], timeout_s=self._timeout_s)
-            record = await self._run(lambda: store.received(offer, sink))
-        except BaseException:
-            self._service.threads.submit(store.abandon, offer, sink)
-            raise
+            async with self._service.pushing:  # a push may have to wait for room
+                taken += await self._reserve(body)
+                offer = await self._run(partial(decode_offer, body, peer=self._peer))
+                taken += await self._reserve(body_of(offer.manifest))
+                sink = await self._run(lambda: store.receive(offer))
+            source = feed(offer, tuple(sink.lengths))
+            try:
+                await fetch(sink, [source], timeout_s=self._timeout_s)
+                return _encode(await self._run(lambda: store.received(offer, sink)))
+            except BaseException:
+                self._service.threads.submit(store.abandon, offer, sink)
+                raise
+            finally:
+                await source.close()
         finally:
-            await source.close()
-        return _encode(record)
+            self._offered.give(taken)
 
-    def close(self) -> None:
-        """Clean up after a peer that is gone: its relays serve no more, and its pushes take no room."""
-        self._offered.close()
+    async def _reserve(self, encoded: bytearray | memoryview) -> int:
+        """Take what a part of a push will take in memory, before it is decoded."""
+        if not self._offered.take(weight := await self._run(partial(weigh, encoded, self._offered.limit))):
+            raise Unavailable(
+                f"manifest and ancestry of a push take more memory here than is left of {self._offered.limit} bytes: push one of its "
+                "ancestors first, or try again when others are done"
+            )
+        return weight
+
+    def close(self, incomplete: int) -> None:
+        """Clean up after a peer that is gone: its relays serve no more, and pushes with so many bytes do not come."""
+        self._offered.give(incomplete)
         for uid, url in self._joined:
             if self._service.relays is not None:
                 self._service.relays.leave(uid, url)
@@ -159,7 +171,7 @@ class Answers:
 
     def _join(self, question: Open) -> str | None:
         relays = self._service.relays
-        if question.relay is None or relays is None or not is_at(question.relay, self._remote):
+        if question.relay is None or relays is None or len(self._joined) >= HANDLES or not is_at(question.relay, self._remote):
             return None
         upstream = relays.join(question.uid, question.relay, question.failed)
         self._joined.add((question.uid, question.relay))
@@ -174,6 +186,15 @@ class Answers:
             if late is not None:
                 future.add_done_callback(lambda done: _hand(done, late))
             raise
+        finally:
+            del future  # as in ``take``
+
+
+def _page(ask: Callable[[int], StatePage], limit: int) -> bytes:
+    """A page of at most ``limit`` states, encoded; of fewer if they take too many bytes."""
+    while len(body := _encode(ask(limit))) > PAGE_BYTES and limit > 1:
+        limit //= 2
+    return body
 
 
 def _hand(done: Future[_T], late: Callable[[_T], object]) -> None:

@@ -111,7 +111,7 @@ class Asked:
     def close(self) -> None:
         """Clean up; the session is over."""
         if self._answers is not None:
-            self._answers.close()
+            self._answers.close(sum(upload.push.bytes for upload in self._uploads.values()))
 
     def _begin_upload(self, number: int, push: Push) -> None:
         """Begin a push. If it is refused, that happens before its body is accepted; parts already under way are dropped."""

@@ -58,7 +58,11 @@ async def greet(channel: Channel, ready: Ready, *, token: bytes, timeout_s: floa
     :raises PeerFault: the other end does not speak this protocol and version.
     :raises Disconnected: it did not finish in time.
     """
-    return await _bounded(channel, timeout_s, _greet(channel, ready, token))
+    try:
+        return await _bounded(channel, timeout_s, _greet(channel, ready, token))
+    except Disconnected as exc:
+        hint = "" if channel.is_secret else " (if that server uses TLS, pass tls= or --tls-ca)"
+        raise Disconnected(f"{exc}{hint}") from exc
 
 
 async def admit(channel: Channel, ready: Callable[[], Ready], *, token: bytes, timeout_s: float) -> tuple[Sealed, Ready]:

@@ -14,6 +14,7 @@ from datastates.transport.failures import again
 __all__ = ["Life"]
 
 _T = TypeVar("_T")
+_TASKS = 4096
 _logger = logging.getLogger(__name__)
 _logger.addFilter(Seldom())
 
@@ -34,7 +35,9 @@ class Life:
             raise again(self.error)
 
     def spawn(self, work: Coroutine[Any, Any, _T]) -> asyncio.Task[_T]:
-        """Run ``work`` in a task of its own, which ends with the session."""
+        """Run ``work`` in a task of its own, which ends with the session. Each task holds something, so they may not be too many."""
+        if len(self._tasks) > _TASKS:
+            self.fall(PeerFault(f"{self._peer} sends more than it reads of the answers"))
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._finished)

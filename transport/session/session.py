@@ -12,16 +12,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Self, TypeVar
 
 import msgspec
 
 from datastates.errors import Closed, DatastatesError, Disconnected, PeerFault
 from datastates.transport.contract import Channel, Tls, Transport
-from datastates.transport.limits import ANSWER_TIMEOUTS, SILENT_TIMEOUTS
+from datastates.transport.limits import ANSWER_TIMEOUTS, SILENT_TIMEOUTS, Share, weigh
 from datastates.transport.protocol import (
     BODY_BYTES,
-    PART_BYTES,
     Answer,
     Ask,
     Bye,
@@ -78,6 +78,7 @@ _T = TypeVar("_T")
 _IDLE_TIMEOUTS = 30  # how many timeouts states may be held open without a chunk being wanted
 _PAUSE = 0.1  # of a timeout: how long a session may be unused before it counts as idle
 _FAREWELL_S = 0.2
+_SMALL_BYTES = 64 << 10  # an answer of fewer bytes is decoded on the loop's thread
 
 
 class Session:
@@ -244,13 +245,16 @@ class Session:
         """Every branch and tag on the other side."""
         return await self._told(Refs(), list[RefRecord])
 
-    async def find(self, query: str, *, limit: int = 100, after: str | None = None) -> StatePage:
-        """A page of the states that a query finds."""
-        return await self._told(Find(query, limit, after), StatePage)
+    async def find(self, query: str, *, limit: int = 100, after: str | None = None, room: Share | None = None) -> StatePage:
+        """A page of the states that a query finds. It takes from ``room`` what it takes in memory.
 
-    async def log(self, rev: str, *, limit: int = 100, after: str | None = None) -> StatePage:
-        """A page of a state and its ancestors, newest first."""
-        return await self._told(Log(rev, limit, after), StatePage)
+        :raises PeerFault: it has more states than were asked for, or ``room`` is used up; the session is over.
+        """
+        return await self._told(Find(query, limit, after), StatePage, room=room)
+
+    async def log(self, rev: str, *, limit: int = 100, after: str | None = None, room: Share | None = None) -> StatePage:
+        """A page of a state and its ancestors, newest first. ``room`` and errors are as for ``find``."""
+        return await self._told(Log(rev, limit, after), StatePage, room=room)
 
     async def resolve(self, rev: str) -> StateRecord:
         """The state that a revision names on the other side."""
@@ -301,8 +305,9 @@ class Session:
         finally:
             await self._sending.release(handle)
 
-    async def _told(self, question: Question, kind: type[_T], limit: int = BODY_BYTES) -> _T:
-        return await self._decode(await self.ask(question, limit=limit), kind)
+    async def _told(self, question: Question, kind: type[_T], limit: int = BODY_BYTES, room: Share | None = None) -> _T:
+        most = question.limit if isinstance(question, Find | Log) else None
+        return await self._decode(await self.ask(question, limit=limit), kind, most, room)
 
     async def _open(self, question: Open, limit: int) -> tuple[Opened, Feed]:
         opened = await self._told(question, Opened, limit)
@@ -312,11 +317,10 @@ class Session:
         if not opening.cancelled() and opening.exception() is None and self.is_open:
             self._life.spawn(opening.result()[1].close())
 
-    async def _decode(self, body: bytes, kind: type[_T]) -> _T:
+    async def _decode(self, body: bytes, kind: type[_T], most: int | None = None, room: Share | None = None) -> _T:
+        decode = partial(_decoded, body, kind, most, room)
         try:
-            if len(body) < PART_BYTES:
-                return msgspec.msgpack.decode(body, type=kind)
-            return await asyncio.to_thread(msgspec.msgpack.decode, body, type=kind)
+            return decode() if len(body) < _SMALL_BYTES else await asyncio.to_thread(decode)
         except (msgspec.DecodeError, RecursionError, ValueError) as exc:
             fault = PeerFault(f"{self.peer} answers with what is no {kind.__name__} ({exc})")
             self._life.fall(fault)
@@ -432,3 +436,14 @@ class Session:
                 await self._sealed.send(encode(Bye(Failure(kind, reason[:1000]))))
         except (TimeoutError, DatastatesError):
             pass  # it will notice
+
+
+def _decoded(body: bytes, kind: type[_T], most: int | None, room: Share | None) -> _T:
+    """What a body says. A page has at most ``most`` states, and takes ``room``."""
+    weight, limit = weigh(body, BODY_BYTES), BODY_BYTES if room is None else room.limit
+    if weight > BODY_BYTES or (room is not None and not room.take(weight)):
+        raise ValueError(f"it takes more than {limit} bytes of memory: pass a limit, or ask for less")
+    found = msgspec.msgpack.decode(body, type=kind)
+    if most is not None and isinstance(found, StatePage) and len(found.states) > most:
+        raise ValueError(f"{len(found.states)} states, where at most {most} were asked for")
+    return found

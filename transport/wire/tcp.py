@@ -73,7 +73,9 @@ class TcpChannel(Channel):
             if self._announced is None:
                 self._announced = int.from_bytes(await self._reader.readexactly(_LENGTH_BYTES), "big")
             if self._announced > limit:
-                fault = PeerFault(f"{self.peer} announced a frame of {self._announced} bytes, at most {limit} are allowed here")
+                fault = PeerFault(
+                    f"{self.peer} announced a frame of {self._announced} bytes, at most {limit} are allowed here: it may be another program"
+                )
                 await self.close()
                 raise fault
             frame = await self._reader.readexactly(self._announced)
@@ -258,10 +260,14 @@ async def dial(url: str, *, timeout_s: float, tls: Tls | None = None) -> TcpChan
         raise Disconnected(f"{url} did not answer within {timeout_s:g} s: is it served there, and not behind a firewall?") from exc
     except ssl.SSLError as exc:
         reason = getattr(exc, "verify_message", None) or exc.reason or exc
-        raise Disconnected(f"{url} cannot be trusted ({reason}): check the certificates that tls= names on both sides") from exc
+        raise Disconnected(
+            f"{url} cannot be trusted ({reason}): check the certificates that tls= names on both sides, or leave tls= out if that server "
+            "uses no TLS"
+        ) from exc
     except (OSError, ValueError) as exc:  # no host has such a name
         reason = getattr(exc, "strerror", None) or exc
-        raise Disconnected(f"{url} cannot be reached ({reason}): is it served there?") from exc
+        hint = "" if context is None else " With TLS? If not, leave tls= and --tls-ca out"
+        raise Disconnected(f"{url} cannot be reached ({reason}): is it served there?{hint}") from exc
     return TcpChannel(reader, writer)
 
 

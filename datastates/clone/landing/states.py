@@ -47,7 +47,7 @@ class StateSink:
         checked: CheckedManifest,
         memory: CaptureTier,
         arena: Arena,
-        acquire: Callable[[int], Sequence[int] | None],
+        acquire: Callable[[Sequence[int]], Sequence[int] | None],
         *,
         party: str = "a peer",
         lender: Tier | None = None,
@@ -60,10 +60,11 @@ class StateSink:
         first: dict[_Key, int] = {}
         for index, chunk in enumerate(manifest.content.chunks):
             first.setdefault(_key(chunk), index)
-        if len(first) > arena.capacity:
+        size = sum(length for _, length in first)
+        if size > arena.capacity:
             raise OverBudget(
-                f"state {manifest.origin.uid} takes {len(first)} slots of {CHUNK_BYTES >> 20} MiB, the memory budget has {arena.capacity}: "
-                f"open the repository with memory_bytes of at least {len(first) * CHUNK_BYTES}"
+                f"state {manifest.origin.uid} takes {size} bytes, the memory budget has {arena.capacity}: open the repository with "
+                f"memory_bytes of at least {-(-size // CHUNK_BYTES) * CHUNK_BYTES}"
             )
         self._lock = threading.Lock()
         self._is_ended = False
@@ -143,10 +144,11 @@ class StateSink:
             self._is_ended = True
         _give_back(self._memory, self._arena, self._held, self._slots)
 
-    def _acquire(self, keys: Sequence[_Key], acquire: Callable[[int], Sequence[int] | None]) -> dict[_Key, int]:
-        slots = acquire(len(keys)) if keys else []
+    def _acquire(self, keys: Sequence[_Key], acquire: Callable[[Sequence[int]], Sequence[int] | None]) -> dict[_Key, int]:
+        lengths = [length for _, length in keys]
+        slots = acquire(lengths) if keys else []
         if slots is None:
-            raise OverBudget(f"state {self.manifest.origin.uid} needs {len(keys) * CHUNK_BYTES} bytes of memory, which are not free")
+            raise OverBudget(f"state {self.manifest.origin.uid} needs {sum(lengths)} bytes of memory, which are not free")
         return dict(zip(keys, slots, strict=True))
 
     def _read(self, lender: Tier, relatives: Iterable[str], first: dict[_Key, int]) -> None:

@@ -13,12 +13,14 @@ from datastates.content.arrays import MAX_DEPTH
 from datastates.content.check import tensors_of
 from datastates.content.digest import Sound, decode_sound
 from datastates.content.encoding import Packed
+from datastates.content.envelope import body_of
 from datastates.content.geometry import dtype_of
 from datastates.content.manifest import Content, Manifest, TensorSpec
 from datastates.content.parts import join
 from datastates.content.skeleton import TENSOR, VALUE, path_lengths, paths
 from datastates.content.tree import Skeleton, decode_skeleton, decode_values
 from datastates.errors import Corrupt, DatastatesError, PeerFault
+from datastates.transport.limits import weigh
 
 __all__ = ["CheckedManifest", "check_manifest", "distrusting", "join_parts", "read_manifest", "read_part"]
 
@@ -30,6 +32,8 @@ _SPARE_TIMES = 64
 
 _SPARE_CHARACTERS = 16 << 20
 _INDEX_CHARACTERS = 4
+
+_DECODED_BYTES = 1 << 30
 
 _FOREIGN = (TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RecursionError, MemoryError)
 
@@ -60,7 +64,7 @@ def read_manifest(raw: bytes | memoryview, *, source: str) -> CheckedManifest:
     :raises PeerFault: as ``check_manifest``.
     :raises Unavailable: it has a dtype, or a version, that is not known here.
     """
-    return check_manifest(decode_sound(raw, source=source))
+    return check_manifest(_sound(raw, source))
 
 
 def check_manifest(sound: Sound) -> CheckedManifest:
@@ -81,12 +85,18 @@ def read_part(raw: bytes | memoryview, uid: str, rank: int, size: int, *, source
     :raises Corrupt: as ``read_manifest``.
     :raises PeerFault: it is that of another part, or of another state.
     """
-    manifest = decode_sound(raw, source=source).manifest
+    manifest = _sound(raw, source).manifest
     origin = manifest.origin
     if (origin.uid, origin.rank, origin.world_size) != (uid, rank, size):
         found = f"rank {origin.rank} of {origin.world_size} of state {origin.uid[:10]}"
         raise PeerFault(f"{source} is of {found}, where rank {rank} of {size} of {uid[:10]} was asked for")
     return manifest
+
+
+def _sound(raw: bytes | memoryview, source: str) -> Sound:
+    if weigh(body_of(raw), _DECODED_BYTES) > _DECODED_BYTES:
+        raise PeerFault(f"{source} takes more than {_DECODED_BYTES} bytes of memory once it is decoded: it is refused as a trap")
+    return decode_sound(raw, source=source)
 
 
 def join_parts(parts: Sequence[Manifest], *, rank: int = 0) -> CheckedManifest:

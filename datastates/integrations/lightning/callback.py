@@ -43,6 +43,7 @@ class TrackOptions(TypedDict, total=False):
     """Options of ``Repository.track``."""
 
     resume: bool
+    takeover: bool
     gradients: bool
     only: str | Sequence[str] | None
     strict: bool
@@ -57,7 +58,15 @@ class TrackOptions(TypedDict, total=False):
 
 
 _USUAL: dict[str, Any] = {
-    **{"resume": True, "gradients": False, "only": None, "strict": True, "durable_every": None, "durable_interval_s": None},
+    **{
+        "resume": True,
+        "takeover": False,
+        "gradients": False,
+        "only": None,
+        "strict": True,
+        "durable_every": None,
+        "durable_interval_s": None,
+    },
     **{"cadence": None, "retention": None, "keep_best": None, "back_pressure": None, "on_failure": None, "defer": True},
 }
 

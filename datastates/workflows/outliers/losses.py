@@ -77,7 +77,8 @@ class Meter:
 
 
 def measure(meter: Meter, sources: Sequence[Source], count: int, on_progress: Callable[[int, int], None]) -> Losses:
-    """Read every source. Skips a state that cannot be restored or gives no finite losses.
+    """Read every source. Skips a state that cannot be restored, or under which most losses are not finite. Any other loss that is not
+    finite counts as infinite.
 
     :raises Unavailable: not one state could be read.
     """
@@ -111,11 +112,11 @@ def _read(meter: Meter, source: Source, state: State, rows: Rows, found: Losses)
         return None
     losses = meter.losses(rows)
     found.passes += len(rows) / found.count
-    wrong = int((~np.isfinite(losses)).sum())
-    if wrong:
-        found.skipped.append(Skipped(source.name, f"{wrong} of its {len(rows)} losses are not finite", state.uid, state.step))
+    wrong = ~np.isfinite(losses)
+    if 2 * wrong.sum() > len(rows):
+        found.skipped.append(Skipped(source.name, f"{wrong.sum()} of its {len(rows)} losses are not finite", state.uid, state.step))
         return None
-    return losses
+    return np.where(wrong, np.inf, losses)
 
 
 @contextmanager

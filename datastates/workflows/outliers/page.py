@@ -59,7 +59,7 @@ def _histogram(report: Ranking, width: int = 900, height: int = 190, bins: int =
     """Bars of all samples, with the suspects at their foot. Heights are square roots, so that a bar of a few is visible beside one of
     thousands.
     """
-    known = ~np.isnan(report.scores.strength)
+    known = np.isfinite(report.scores.strength)
     strength, suspects = report.scores.strength[known], report.selection.suspects[known]
     edges = np.histogram_bin_edges(strength, bins)
     every, found = (np.histogram(values, edges)[0] for values in (strength, strength[suspects]))

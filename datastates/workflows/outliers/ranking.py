@@ -72,7 +72,7 @@ class Ranking:
 
 
 def known(value: Any) -> Any:
-    """None for NaN; a plain number for a NumPy number."""
+    """None for what is not finite; a plain number for a NumPy number."""
     if not isinstance(value, float):
         return value
-    return None if math.isnan(value) else float(value)
+    return float(value) if math.isfinite(value) else None

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Flags", "Floats", "Rows", "Scores", "Spread", "Tally", "percentiles", "put_together", "standardise"]
+__all__ = ["Flags", "Floats", "Rows", "Scores", "Spread", "Tally", "capped", "percentiles", "put_together", "standardise"]
 
 Floats = NDArray[np.float64]
 Rows = NDArray[np.int64]
@@ -87,6 +88,7 @@ def put_together(lineage: Floats, held_out: Floats, spread: Spread) -> Scores:
     """
     score = _mean_of_known(percentiles(lineage), percentiles(held_out))
     strength = _mean_of_known(standardise(lineage), standardise(held_out))
+    score[np.isinf(strength)] = 100.0  # a loss of it is not finite: it comes first
     return Scores(score, strength, lineage, held_out, spread.deviation(), spread.sources.copy())
 
 
@@ -99,13 +101,23 @@ def _mean_of_known(*parts: Floats) -> Floats:
 
 
 def standardise(values: Floats) -> Floats:
-    """The values with mean 0 and standard deviation 1 over those that are known; all 0 if all are equal."""
-    known = values[~np.isnan(values)]
+    """The values with mean 0 and standard deviation 1 over those that are finite, once these are ``capped``; all 0 if all are equal."""
+    known = capped(values)
     if known.size == 0:
         return values.copy()
     deviation = float(known.std())
     found: Floats = (values - known.mean()) / (deviation if deviation > 0 else 1.0)
     return found
+
+
+def capped(values: Floats) -> Floats:
+    """The finite values, those that are much too high set to a limit, so that a few gross errors do not decide the scale.
+
+    The limit is 10 standard deviations, of all values but the highest 5 %, above the median.
+    """
+    known: Floats = np.sort(values[np.isfinite(values)])
+    deviation = float(known[: math.ceil(0.95 * known.size) - 1].std()) if known.size > 1 else 0.0
+    return np.minimum(known, np.median(known) + 10 * deviation) if deviation > 0 else known
 
 
 def percentiles(values: Floats) -> Floats:

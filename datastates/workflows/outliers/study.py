@@ -82,7 +82,7 @@ def outliers(
         report = outliers(repo, "main", model=model, loss=losses_of, count=len(inputs), noise_rate=0.1, steps_per_epoch=4)
 
     States that cannot be restored are skipped; the report says which and why. The more epochs have their bytes, the better: if the study's
-    repository has ``Config(durable_every=1)``, every epoch is read; otherwise often only the last of each variant.
+    repository has ``Config(durable_every=1)``, every epoch is read whatever writing costs.
 
     :param repo: where the states are.
     :param branches: any revisions. The mean loss along at most ``states`` of each one's own states, spread evenly, counts.

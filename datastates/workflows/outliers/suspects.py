@@ -10,7 +10,7 @@ import numpy as np
 from datastates import values
 from datastates.errors import InvalidInput, Unsupported
 
-from .scores import Flags, Floats, Scores
+from .scores import Flags, Floats, Scores, capped
 
 __all__ = ["Selection", "check_rate", "estimate", "select"]
 
@@ -51,21 +51,25 @@ def select(scores: Scores, noise_rate: float | None = None) -> Selection:
 
 
 def estimate(strength: Floats) -> float:
-    """The share of samples that a mixture of two normal distributions assigns to the higher one.
+    """The share of samples that a mixture of two normal distributions assigns to the higher one, and of those that are not finite.
+
+    The values are ``capped`` first: otherwise one gross error would be the higher group alone.
 
     Both distributions have one variance. With separate variances the higher one also takes samples that are merely hard (Fashion-MNIST with
     10 % of labels flipped: 30 % instead of 10 %). The mixture finds two groups even where there is one: clean data gives a few per cent.
     The estimate is never more than half, because what most samples are is not an outlier.
     """
-    if not np.isfinite(strength).all() or strength.size < 10 or math.isclose(float(np.ptp(strength)), 0.0):
-        return 0.0
+    finite = capped(strength)
+    wrong = strength.size - finite.size
+    if finite.size < 10 or math.isclose(float(np.ptp(finite)), 0.0):
+        return min(0.5, wrong / max(1, strength.size))
     try:
         from sklearn.mixture import GaussianMixture  # takes a second to import, and is only needed here
     except ImportError as exc:
         raise Unsupported(
             "the noise rate is estimated with scikit-learn: pip install 'datastates[workflows]', or pass noise_rate="
         ) from exc
-    column = strength.reshape(-1, 1)
+    column = finite.reshape(-1, 1)
     mixture = GaussianMixture(2, covariance_type="tied", n_init=2, random_state=0).fit(column)
     high = int(mixture.means_[:, 0].argmax())
-    return min(0.5, float(mixture.predict_proba(column)[:, high].mean()))
+    return min(0.5, (wrong + float(mixture.predict_proba(column)[:, high].sum())) / strength.size)

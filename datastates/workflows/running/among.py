@@ -19,7 +19,6 @@ from pathlib import Path
 from datastates.errors import Conflict
 from datastates.lineage.change import studies
 from datastates.lineage.states import State
-from datastates.opening.recovery import recover
 from datastates.tracking.belonging import using
 from datastates.tracking.together import Together
 from datastates.transport.clone.groups import Group
@@ -163,7 +162,6 @@ class _Ours:
             with noted(repo, study, variant.name) if self.ranks.is_first else nullcontext():
                 if self.ranks.is_first:
                     _logger.info("study %s: %s begins, attempt %d", study, variant.name, attempt)
-                    recover(repo.core.database, repo.core.tiers.durable, repo.core.home)  # the group that held it may have died
                 try:
                     with using(self.ranks.group):
                         train_variant(repo, assignment, train, stop=stop, group=self.ranks.group)

@@ -51,11 +51,11 @@ class _Slot:
         self.pool = ProcessPoolExecutor(1, mp_context=context, initializer=begin_worker, initargs=(dict(os.environ),))
         self.pid = self.pool.submit(os.getpid)
 
-    def terminate(self) -> None:
-        """Ask the process to stop: its task ends in an orderly way, as at Ctrl-C."""
+    def terminate(self, number: int) -> None:
+        """Send the process a signal."""
         if self.pid.done() and self.pid.exception() is None:
             with suppress(ProcessLookupError):
-                os.kill(self.pid.result(), signal.SIGTERM)
+                os.kill(self.pid.result(), number)
 
 
 class Processes(Executor):
@@ -90,15 +90,15 @@ class Processes(Executor):
         self._next()
         return future
 
-    def terminate(self) -> None:
-        """Ask every process to stop its task; calls that are waiting are cancelled."""
+    def terminate(self, number: int = signal.SIGTERM) -> None:
+        """Ask every process to stop its task, in an orderly way unless the signal is SIGKILL; calls that are waiting are cancelled."""
         with self._lock:
             slots = [*self._at_work, *self._free]
             waiting, self._waiting = self._waiting, deque()
         for future, _ in waiting:
             future.cancel()
         for slot in slots:
-            slot.terminate()
+            slot.terminate(number)
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Take no more calls. Wait for the calls under way, and for waiting calls unless they are cancelled."""

@@ -10,11 +10,12 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import BrokenExecutor, Executor, Future
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TypedDict, Unpack
 
 from datastates import values
+from datastates.capture.shutdown import take_signals
 from datastates.errors import Conflict, InvalidInput
 from datastates.lineage.change import studies
 from datastates.lineage.states import State, Value
@@ -44,7 +45,7 @@ __all__ = ["USUAL", "RunOptions", "explore"]
 _logger = logging.getLogger(__name__)
 
 _LOOK_S = 0.5
-_GRACE_S = 30.0
+_GRACE_S = 3.0
 
 
 class RunOptions(TypedDict, total=False):
@@ -123,17 +124,21 @@ def explore(
     :raises Conflict: the study is being explored by another process, began from another state, or a variant was trained by another plan;
         nothing was run.
     :raises InvalidInput: the executor, the train function or a name cannot be used; says why.
-    :raises KeyboardInterrupt: the study was interrupted; its states stay, and the same call goes on.
+    :raises KeyboardInterrupt: the study was interrupted; its states stay, and the same call goes on. After 3 s, worker processes that have
+        not ended are killed.
+    :raises SystemExit: likewise, by SIGTERM or SIGHUP.
     """
     config, threads, share, ranks = options["config"], options["threads"], options["share"], options["ranks"]
     _check(plan, study, train, executor, stop, options, group)
     of = Study(repo, study, plan, config)
     if group is not None:
         return explore_among(of, values.revision(start), train, group, stop=stop, retries=options["retries"])
+    take_signals()
     with ExitStack() as stack:
-        presence = stack.enter_context(_Presence(repo, study))
+        presence = stack.enter_context(closing(_Presence(repo, study)))
         shared = None if share is None else _serve(repo, share, stack)
-        pool = stack.enter_context(Pool(executor, workers=_room(len(plan), threads * ranks)))
+        most = len(os.sched_getaffinity(0)) // (threads * ranks)
+        pool = stack.enter_context(Pool(executor, workers=max(1, min(len(plan), most))))
         origin, known = of.begin(values.revision(start))
         worker_config = replace(repo.config, on_step=None, trace=None)  # a trace is of one process
 
@@ -180,7 +185,7 @@ class _Run:
                 with suppress(queue.Empty):
                     self._take_in(*self._ended.get(timeout=_LOOK_S))
                 self._look()
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, SystemExit):  # SIGTERM and SIGHUP raise the latter
             self._interrupt()
             raise
 
@@ -248,7 +253,6 @@ class _Run:
 
     def _broke(self, name: str, flight: _Flight, error: BrokenExecutor) -> None:
         """Note that a worker, or another one of the same pool, died. A variant that made progress meanwhile is not to blame."""
-        self._repo_recovers()
         what = (
             "its worker process died (a crash, the kernel's out-of-memory killer, a script without `if __name__ == '__main__'`,"
             " or a train function that no module has, as in a notebook)"
@@ -262,11 +266,6 @@ class _Run:
         if self._epochs_behind(name, flight.parent) > flight.epochs:
             self._attempts[name] -= 1
         self._failed(name, what, "")
-
-    def _repo_recovers(self) -> None:
-        from datastates.opening.recovery import recover
-
-        recover(self.repo.core.database, self.repo.core.tiers.durable, self.repo.core.home)
 
     def _epochs_behind(self, name: str, parent: State) -> int:
         return len(record.reports(self.repo, self.study, name, parent))
@@ -329,12 +328,6 @@ class _Presence:
         """End the explorer: workers that are still training stop at their next epoch."""
         self._claim.close()
 
-    def __enter__(self) -> _Presence:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
 
 def _check(plan: Plan, study: str, train: Train, executor: object, stop: Stop | None, options: RunOptions, group: Group | None) -> None:
     for variant in plan.variants:
@@ -372,10 +365,6 @@ def _check_group(group: object, executor: object, options: RunOptions) -> None:
     ):
         if given is not None:
             raise InvalidInput(f"{name} is for variants in other processes, and group trains them in this one: give one of the two")
-
-
-def _room(variants: int, threads: int) -> int:
-    return max(1, min(variants, len(os.sched_getaffinity(0)) // threads))
 
 
 def _serve(repo: Repository, url: str, stack: ExitStack) -> Share:

@@ -24,7 +24,6 @@ from datastates.transport.clone.groups import Group, SoloGroup
 from datastates.workflows.plans.plan import Variant
 
 from . import record
-from .settings import Built
 
 if TYPE_CHECKING:
     from datastates.repository import Repository
@@ -135,13 +134,14 @@ class Job:
     def track(self, **objects: Any) -> Tracker:
         """Track on the variant's branch: restored from its newest state, or else from the state where it forks.
 
-        Where the variant's configuration sets an option of an optimizer, it wins over the restored value: the learning rate stays the one
-        with which the optimizer was built, and a scheduler goes on with it. The configuration is recorded, and wins over a ``config`` that
-        is given here. ``objects`` and options are those of ``Repository.track``, without branch, start, resume and group. ``only`` and
-        ``strict`` apply to the fork alone: what the variant itself captured is restored whole. A variant with a ``seed`` of its own is
-        seeded at the fork; each rank of a group gets another number that follows from the seed.
+        A variant uses the options with which ``train`` built optimizers and schedulers, as ``hyperparameters="script"`` does, unless that
+        argument is given. The variant's configuration is recorded. It has precedence over a ``config`` that is given here.
 
-        :raises InvalidInput: it was called before, an object does not fit, or a scheduler cannot follow another learning rate.
+        ``objects`` and options are those of ``Repository.track``, without branch, start, resume and group. ``only`` and ``strict`` apply to
+        the fork alone: what the variant itself captured is restored whole. A variant with its own ``seed`` is seeded at the fork. Each
+        rank of a group gets another number that follows from the seed.
+
+        :raises InvalidInput: it was called before, or an object does not fit.
         :raises Conflict: somebody else moved the branch.
         """
         if self._tracker is not None:
@@ -151,17 +151,17 @@ class Job:
         if not self.is_new:
             objects = {name: value for name, value in objects.items() if name not in ("only", "strict")}
         config = configuration(objects.pop("config", None)) | configuration(self.config)
-        named = objects.get("objects")
-        built = Built({**objects, **(named if isinstance(named, Mapping) else {})})
+        seed = self.variant.config.get("seed")
+        if self.is_new and isinstance(seed, int):
+            seed_everything(_seed_of(seed, self._ranks.rank))
+            objects = {"rng": "script", **objects}
         self._fetch(self._from)
+        objects = {"takeover": True, **objects}  # the claim on the variant decides who trains it
         self._tracker = self._repository.track(branch=self._branch, start=self._origin.uid, config=config, group=self.group, **objects)
         self._tracker.training.loops.begin_elsewhere(is_between=self.is_new or record.EPOCH in self._from.attributes)
         self._step = self._tracker.step
         if self.is_new:
-            self._set_options(built)
-        seed = self.variant.config.get("seed")
-        if self.is_new and isinstance(seed, int):
-            seed_everything(_seed_of(seed, self._ranks.rank))
+            self._set = ", ".join(map(str, self._tracker.training.built.differences))
         return self._tracker
 
     def epochs(self) -> Iterator[int]:
@@ -173,6 +173,8 @@ class Job:
             with self._ranks.united("go on to the next epoch"):
                 self._check()
             epoch = self._done
+            if self._tracker is not None:
+                self._tracker.training.settle()
             yield epoch
             if self._done == epoch:
                 raise InvalidInput(f"epoch {epoch} of variant {self.variant.name!r} was not reported: end each with job.report(...)")
@@ -227,13 +229,6 @@ class Job:
         if history:
             record.check_digest(history[-1], assignment.study, assignment.variant.name, assignment.digest)
         return _Place(at.uid, [state.uid for state in history])
-
-    def _set_options(self, built: Built) -> None:
-        """Let what the variant sets win over what was restored where it forks."""
-        applied = built.put_back(self.variant.config)
-        self._set = ", ".join(applied.options)
-        if self.variant.config:
-            _logger.info("variant %s of study %s sets %s", self.variant.name, self._assignment.study, applied)
 
     def _is_stopped(self, stop: Stop) -> bool:
         return bool(stop(self._reported()))

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import pickle
+import signal
 from collections.abc import Callable
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 from datastates import values
@@ -45,15 +48,21 @@ class Pool:
             self._is_broken = True
         return self._make is not None or not self._is_broken
 
-    def stop(self) -> None:
-        """Ask every worker to stop."""
+    def stop(self, number: int = signal.SIGTERM) -> None:
+        """Ask every worker process to stop; with SIGKILL, end those that are left, for which the exit of this process would wait."""
         if isinstance(self._executor, Processes):
-            self._executor.terminate()
+            self._executor.terminate(number)
+        elif isinstance(self._executor, ProcessPoolExecutor):
+            for pid in list(self._executor._processes or ()):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, number)
 
     def __enter__(self) -> Pool:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None and not issubclass(kind, Exception):  # Ctrl-C or SIGTERM
+            self.stop(signal.SIGKILL)
         if self._make is not None:
             self._executor.shutdown(wait=kind is None, cancel_futures=True)
         close_repositories()  # of calls that ran in this process

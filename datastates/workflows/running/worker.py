@@ -136,7 +136,7 @@ def train_variant(
 
     All ranks are seeded alike before ``train`` builds anything, so that objects that the start does not hold begin the same.
     """
-    seed_everything(int(assignment.digest[:8], 16))
+    seed_everything(1 << 62 | int(assignment.digest[:8], 16))  # as large as a seed that was drawn, because the script did not choose it
     job = Job(repository, assignment, stop=stop, check=check, fetch=fetch, group=group)
     try:
         if not job.is_over:

@@ -37,7 +37,7 @@ class Made:
 
 
 def memory_free(repo: Repository) -> int:
-    """Slots of the arena that nothing holds."""
+    """The bytes of the arena that nothing holds."""
     assert repo.core.arena is not None
     return repo.core.arena.available
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +13,19 @@ import msgspec
 import pytest
 
 import datastates
-from datastates import InvalidInput, PeerFault, Repository, State
-from datastates.clone import records, serving
-from datastates.clone.records import state_of, states_of
+from datastates import InvalidInput, Repository, State
+from datastates.clone import records
 from datastates.export.bundle import export_bundle, import_bundle
-from datastates.lineage.change import clones
+from datastates.lineage.change import clones, runs
+from datastates.lineage.show.branches import Life
 from datastates.lineage.show.stats import count
+from datastates.lineage.states import Run
+from datastates.opening.life import life_of
 from tests.clone.peers.pairs import Made, Training, train
 from tests.export.conftest import rewrite
 
-WARM = {"lr": 1e-3, "name": "warm", "depth": 3, "amp": True, "none": None, "huge": 2**60, "nan": math.nan}
-FORKED = {"lr": 0.1, "name": "fork"}
+WARM = {"rate": 1e-3, "name": "warm", "depth": 3, "amp": True, "none": None, "huge": 2**60, "nan": math.nan}
+FORKED = {"rate": 0.1, "name": "fork"}
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])
@@ -66,22 +69,53 @@ def test_states_that_come_bring_their_configuration(bring: Callable[..., None], 
     bring(repo, other, made, tmp_path)
 
     assert told(other.log(head)) == told(repo.log("fork"))
-    assert [state.step for state in other.find("config.lr > 0.01 order by config.lr, step")] == [3, 4]
+    assert [state.step for state in other.find("config.rate > 0.01 order by config.rate, step")] == [3, 4]
     assert [state.step for state in other.find("config.name = 'warm' order by step")] == [1, 2]
     assert told(other.log(head))[0] != told(other.log(head))[2]
 
 
-def test_a_configuration_that_came_is_no_run_here(made: Made, other: Repository, tmp_path: Path) -> None:
+@pytest.mark.parametrize("bring", [clone, push, carry])
+def test_states_that_come_bring_the_record_of_their_run(bring: Callable[..., None], made: Made, other: Repository, tmp_path: Path) -> None:
+    repo = forked(made)
+    head = repo.state("fork").uid
+    theirs = {run.branch: run for run in repo.runs()}
+
+    bring(repo, other, made, tmp_path)
+
+    came = {run.branch: run for run in other.runs() if run.is_imported}
+    assert came.keys() == {"main", "fork"}
+    for branch, run in came.items():
+        expected = replace(theirs[branch], uid=run.uid, pid=0, process=None, config=run.config, is_imported=True)
+        assert (run, run.chosen) == (expected, theirs[branch].chosen)
+    assert [state.run for state in other.log(head)] == [came[name].uid for name in ("fork", "fork", "main", "main")]
+    assert len(other.find(f"run.user = '{came['main'].user}'")) == 4
+
+
+def test_a_run_that_came_is_not_a_process_here(made: Made, other: Repository, tmp_path: Path) -> None:
     repo = forked(made)
     clone(repo, other, made, tmp_path)
 
-    assert [state.run for state in other.log(repo.state("fork").uid)] == [None] * 4
-    assert not other.find("run.host = ''")
-    assert [run for run in other.runs() if not run.host] == []
     with other.core.reading() as session:
         uids = [state.uid for state in other.log(repo.state("fork").uid)]
         assert clones.trusted(session, uids, party="somebody") == [], "nobody takes them for captured here"
+        assert not [run for run in runs.unfinished(session) if run.is_imported]
+        assert not [run for run in runs.unfinished(session, "main") if run.is_imported]
         assert count(session).runs == len(other.runs())
+    made_of = [run for run in other.runs() if run.is_imported]
+    assert {life_of(replace(run, finished_at=None), other.core.home) for run in made_of} == {Life.UNKNOWN}
+
+
+def test_a_run_that_comes_by_two_ways_is_recorded_once(made: Made, other: Repository, tmp_path: Path) -> None:
+    repo, last = forked(made), made.repo()
+    head = repo.state("fork").uid
+    clone(repo, other, made, tmp_path)
+    other.tag("theirs", head)
+
+    made.peer(other.serve("memory://")).clone(head, repo=last)
+    carry(repo, last, made, tmp_path)
+
+    assert len([run for run in last.runs() if run.is_imported]) == 2
+    assert [run for run in last.runs() if run.is_imported] == [run for run in other.runs() if run.is_imported]
 
 
 def test_a_state_goes_on_from_peer_to_peer_with_its_configuration(made: Made, other: Repository, tmp_path: Path) -> None:
@@ -104,58 +138,49 @@ def test_branches_that_are_made_on_cloned_states_show_what_was_configured(made: 
     found = {branch.name: branch for branch in other.overview(group="config.name")}
 
     assert (found["theirs"].group, found["forked"].group) == ("warm", "fork")
-    assert ("lr", 0.1, 1e-3) in [(one.key, one.value, one.parent) for one in found["forked"].config]
+    assert ("rate", 0.1, 1e-3) in [(one.key, one.value, one.parent) for one in found["forked"].config]
 
 
 def test_secrets_that_a_peer_sends_are_masked(made: Made, other: Repository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     repo = forked(made)
-    real = records.record_of
+    real = records._run_record
 
-    def with_secret(state: State) -> Any:
-        return msgspec.structs.replace(real(state), config={"wandb_api_key": "0123456789abcdef", "lr": 1.0})
+    def with_secret(run: Run) -> Any:
+        argv = ("train.py", "--api-key=0123456789abcdef")
+        return msgspec.structs.replace(real(run), argv=argv, config={"wandb_api_key": "0123456789abcdef", "rate": 1.0})
 
-    monkeypatch.setattr(serving, "record_of", with_secret)
+    monkeypatch.setattr(records, "_run_record", with_secret)
     clone(repo, other, made, tmp_path)
 
-    assert other.state(repo.state("fork").uid).config == {"wandb_api_key": "***", "lr": 1.0}
+    assert other.state(repo.state("fork").uid).config == {"wandb_api_key": "***", "rate": 1.0}
+    assert {run.argv for run in other.runs() if run.is_imported} == {("train.py", "--api-key=***")}
 
 
-def test_peers_and_bundles_of_before_bring_states_without_configuration(
-    made: Made, other: Repository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    repo, third = forked(made), made.repo()
+def test_states_whose_runs_do_not_come_have_none(made: Made, other: Repository, tmp_path: Path) -> None:
+    repo = forked(made)
     head = repo.state("fork").uid
     export_bundle(repo, ["fork"], tmp_path / "bundle")
+    rewrite(tmp_path / "bundle", lambda plain: plain["runs"].clear())
 
-    def forget(plain: dict[str, Any]) -> None:
-        del plain["configs"]
-        for state in plain["states"]:
-            del state["config"]
+    import_bundle(other, tmp_path / "bundle")
 
-    rewrite(tmp_path / "bundle", forget)
-    import_bundle(third, tmp_path / "bundle")
-    bare = msgspec.structs.replace
-    monkeypatch.setattr(serving, "record_of", lambda state: bare(records.record_of(state), config=None))
-    monkeypatch.setattr(serving, "records_of", lambda states: (tuple(bare(records.record_of(state), config=None) for state in states), ()))
-    clone(repo, other, made, tmp_path)
-
-    for repository in (other, third):
-        assert [(state.step, state.config) for state in repository.log(head)] == [(4, {}), (3, {}), (2, {}), (1, {})]
+    assert [(state.step, state.config, state.run) for state in other.log(head)] == [(step, {}, None) for step in (4, 3, 2, 1)]
 
 
-def test_what_cannot_be_a_configuration_is_refused_and_leaves_nothing(made: Made, other: Repository, tmp_path: Path) -> None:
+def test_what_cannot_be_a_run_is_refused_and_leaves_nothing(made: Made, other: Repository, tmp_path: Path) -> None:
     repo = forked(made)
     export_bundle(repo, ["fork"], tmp_path / "bundle")
-    page, configs = records.records_of(repo.log("fork"))
 
-    with pytest.raises(PeerFault):
-        states_of(page, configs[:1])
-    with pytest.raises(PeerFault):
-        state_of(page[0])
-    rewrite(tmp_path / "bundle", lambda plain: plain["configs"][0].update({"": 1}))
+    def broken(**changed: object) -> None:
+        rewrite(tmp_path / "bundle", lambda plain: plain["runs"][0].update(changed))
+
+    broken(started_at_us=1 << 62)
+    with pytest.raises(datastates.Corrupt):
+        import_bundle(other, tmp_path / "bundle")
+    broken(started_at_us=0, config={"": 1})
     with pytest.raises(InvalidInput):
         import_bundle(other, tmp_path / "bundle")
-    rewrite(tmp_path / "bundle", lambda plain: plain["states"][0].update(config=7))
+    broken(config=7)
     with pytest.raises(datastates.Corrupt):
         import_bundle(other, tmp_path / "bundle")
     with other.core.reading() as session:
@@ -167,7 +192,8 @@ def test_a_configuration_travels_once_however_many_states_have_it(made: Made, tm
     train(repo, Training(0), 20, config={f"key{n}": "x" * 50 for n in range(200)}).close()
     export_bundle(repo, ["main"], tmp_path / "bundle")
 
-    assert len(json.loads((tmp_path / "bundle" / "lineage.json").read_text())["configs"]) == 1
-    page, configs = records.records_of(repo.log("main"))
+    assert len(json.loads((tmp_path / "bundle" / "lineage.json").read_text())["runs"]) == 1
+    with repo.core.reading() as session:
+        page, made_by = records.records_of(session, repo.log("main"))
     assert len(page) == 20
-    assert len(configs) == 1
+    assert len(made_by) == 1

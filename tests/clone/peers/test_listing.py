@@ -9,7 +9,8 @@ from collections.abc import Iterator
 import pytest
 
 from datastates import Peer, Repository
-from datastates.clone import listing
+from datastates.clone import listing, pull
+from datastates.clone.serving import RepositoryStore
 from datastates.errors import Disconnected, PeerFault
 from datastates.transport.protocol import StatePage, StateRecord
 from tests.clone.peers.pairs import Made, Training, train
@@ -26,7 +27,7 @@ def served(made: Made) -> Repository:
 def lying(pages: Iterator[list[StateRecord]], monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever is listed next: these pages, and always one more."""
 
-    async def page(self: object, rev: str, *, limit: int = 100, after: str | None = None) -> StatePage:
+    async def page(self: object, rev: str, **options: object) -> StatePage:
         await asyncio.sleep(0)
         return StatePage(tuple(next(pages)), "more")
 
@@ -69,11 +70,19 @@ def test_a_list_that_goes_round_is_the_peers_fault(made: Made, kind: str, monkey
         listed(kind, peer, made)
 
 
-def test_a_list_of_more_states_than_anybody_has_is_the_peers_fault(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listing, "LISTED_STATES", 50)
-    peer = made.peer(served(made).serve("memory://"))
-    lying(strangers(), monkeypatch)
+@pytest.mark.parametrize("kind", ["log", "find", "clone"])
+def test_a_list_that_takes_too_much_memory_is_the_peers_fault(made: Made, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (listing, pull):
+        monkeypatch.setattr(module, "LISTED_BYTES", 1 << 20)
+    monkeypatch.setattr("datastates.clone.arrivals.lacks_parents", lambda repo, states: True)
+    numbers = itertools.count()
 
-    with pytest.raises(PeerFault, match="more than 50 states: pass a limit"):
-        peer.log("main")
+    def page(self: RepositoryStore, what: str, limit: int, after: str | None) -> StatePage:
+        return StatePage(tuple(record(f"{next(numbers):024x}", message="m" * 10_000) for _ in range(limit)), "more")
+
+    monkeypatch.setattr(RepositoryStore, "log", page)
+    monkeypatch.setattr(RepositoryStore, "find", page)
+    peer = made.peer(served(made).serve("memory://"))
     assert len(peer.log("main", limit=11)) == 11
+    with pytest.raises(PeerFault, match="more than 1048576 bytes of memory: pass a limit"):
+        listed(kind, peer, made)

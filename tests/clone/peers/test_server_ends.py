@@ -19,7 +19,7 @@ from datastates import InvalidInput, Peer, Repository, Server, Unauthorized
 from datastates.errors import Closed, DatastatesError, Disconnected
 from datastates.opening.location import DATABASE
 from datastates.store.memory import MemoryTier
-from tests.clone.peers.pairs import Made, Paused, Training, memory_free, train
+from tests.clone.peers.pairs import SLOT, Made, Paused, Training, memory_free, train
 from tests.support import warm
 from tests.support.secrets_kept import keep
 
@@ -171,7 +171,7 @@ def test_nothing_stays(made: Made, url: str, work: Callable[[str, Repository, Re
         patience.wait(0.02)
     assert lasting() - before == Counter()
     assert pins(repo) == 0
-    assert (memory_free(repo), memory_free(other)) == (free, 64)
+    assert (memory_free(repo), memory_free(other)) == (free, 64 * SLOT)
 
 
 # --- forks -----------------------------------------------------------------------------------------------------------------------

@@ -98,6 +98,9 @@ export function numberText(value: number): string {
   return text.replace(/\.?0*e\+?/, "e");
 }
 
+/** A number without an exponent, as ARIA asks. */
+export const decimal = (value: number): string => value.toLocaleString("en-US", { useGrouping: false, maximumFractionDigits: 20 });
+
 export const textOf = (axis: Axis, at: number): string => (axis.categories ? (axis.categories[Math.round(at)] ?? "") : numberText(at));
 
 export const valueText = (value: Value | undefined): string => (value === null || value === undefined ? "none" : typeof value === "number" ? numberText(value) : String(value));

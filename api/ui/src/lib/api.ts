@@ -1,6 +1,6 @@
 /** The API of the chosen repository, one function for each route. Each throws `Problem`; a 401 asks for a token and retries once. */
 import type { paths } from "../generated/openapi";
-import { etagOf, inPath } from "./paths";
+import { etagOf, etagOfNote, inPath } from "./paths";
 import { Problem, problemOf } from "./problem";
 import { askToken, token } from "./token.svelte";
 import type { Clone, Forecast, Incomplete, Process, ServerInfo, Storage } from "../now/types";
@@ -105,8 +105,8 @@ export const getHistogram = (query: Query<`${typeof HERE}/histogram`>, signal?: 
 export const makeRef = (name: string, ref: Body<`${typeof HERE}/refs/{name}`, "put">) => send("put", `${HERE}/refs/{name}`, { name }, ref);
 
 /** Moves a ref that still is as it was seen; a Problem with status 412 says that it no longer is. */
-export const moveRef = (seen: Ref, rev: string) => send("patch", `${HERE}/refs/{name}`, { name: seen.name }, { rev }, seen);
-export const deleteRef = (seen: Ref) => send("delete", `${HERE}/refs/{name}`, { name: seen.name }, undefined, seen);
+export const moveRef = (seen: Ref, rev: string) => send("patch", `${HERE}/refs/{name}`, { name: seen.name }, { rev }, etagOf(seen));
+export const deleteRef = (seen: Ref) => send("delete", `${HERE}/refs/{name}`, { name: seen.name }, undefined, etagOf(seen));
 
 /** Sets attributes; null removes one. */
 export const annotate = (uid: string, attributes: Record<string, Value>) => send("patch", `${HERE}/states/{uid}/attributes`, { uid }, { attributes });
@@ -114,8 +114,8 @@ export const annotate = (uid: string, attributes: Record<string, Value>) => send
 /** The notes on a state or a branch, newest first. */
 export const getNotes = (query: Query<`${typeof HERE}/notes`>, signal?: AbortSignal) => get(`${HERE}/notes`, {}, query, signal) as Promise<Page<Note>>;
 export const writeNote = (note: Body<`${typeof HERE}/notes`, "post">) => send("post", `${HERE}/notes`, {}, note);
-export const editNote = (uid: string, text: string) => send("patch", `${HERE}/notes/{uid}`, { uid }, { text });
-export const deleteNote = (uid: string) => send("delete", `${HERE}/notes/{uid}`, { uid }, undefined);
+export const editNote = (note: Note, text: string) => send("patch", `${HERE}/notes/{uid}`, { uid: note.uid }, { text }, etagOfNote(note));
+export const deleteNote = (note: Note) => send("delete", `${HERE}/notes/{uid}`, { uid: note.uid }, undefined, etagOfNote(note));
 
 /** The address of a state's tensors as one safetensors file. A link cannot send a token: with one, use `download`. */
 export const payloadAddress = (uid: string) => new URL(base() + `/states/${uid}/payload`, document.baseURI).href;
@@ -150,9 +150,9 @@ async function get<P extends keyof paths>(path: P, parts: Record<string, string>
 }
 
 async function send<P extends keyof paths, M extends Method>(
-  method: M, path: P, parts: Record<string, string>, body: Body<P, M> | undefined, seen?: Ref,
+  method: M, path: P, parts: Record<string, string>, body: Body<P, M> | undefined, seen?: string,
 ): Promise<Answer<P, M>> {
-  const headers: Record<string, string> = seen === undefined ? {} : { "If-Match": etagOf(seen) };
+  const headers: Record<string, string> = seen === undefined ? {} : { "If-Match": seen };
   return ask<Answer<P, M>>(fill(path, parts), { method: method.toUpperCase(), body, headers });
 }
 

@@ -1,5 +1,5 @@
 import { describe, expect, it } from "vitest";
-import { etagOf, inPath } from "./paths";
+import { etagOf, etagOfNote, inPath } from "./paths";
 
 describe("names in addresses", () => {
   it("keep their slashes", () => {
@@ -14,5 +14,13 @@ describe("names in addresses", () => {
 describe("the tag of a ref", () => {
   it("tells what it must still be", () => {
     expect(etagOf({ kind: "tag", version: 2, state: "ab".repeat(12) })).toBe('"tag-2-abababababababababababab"');
+  });
+});
+
+describe("the tag of a note", () => {
+  it("is the time of its last edit, or of its creation", () => {
+    const note = { created_at: "2026-11-28T10:00:00.000001Z", edited_at: null };
+    expect(etagOfNote(note)).toBe('"2026-11-28T10:00:00.000001Z"');
+    expect(etagOfNote({ ...note, edited_at: "2026-11-28T11:00:00Z" })).toBe('"2026-11-28T11:00:00Z"');
   });
 });

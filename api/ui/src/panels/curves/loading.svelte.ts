@@ -18,6 +18,8 @@ class Loading {
   /** The loaded lines, and the request that they answer. */
   lines = $state.raw<readonly SeriesLine[]>([]);
   question = $state.raw<Question | null>(null);
+  /** The steps that branches lost with a process that died: lines of their own. */
+  lost = $state.raw<readonly SeriesLine[]>([]);
   forks = $state.raw<readonly Fork[]>([]);
   done = $state(0);
   total = $state(0);
@@ -29,6 +31,7 @@ class Loading {
   gone = $state.raw<readonly string[]>([]);
 
   #kept = new Map<string, Map<string, SeriesLine>>();
+  #lost = new Map<string, readonly SeriesLine[]>();
   #stale = new Set<string>();
   #kind = "";
   #wanted: Question | null = null;
@@ -83,7 +86,7 @@ class Loading {
     this.#running = null;
     this.#wanted = null;
     this.#kept.clear();
-    this.lines = [];
+    this.lines = this.lost = [];
     this.forks = [];
     this.question = this.problem = null;
     this.busy = this.isStopped = false;
@@ -98,11 +101,17 @@ class Loading {
       const began = performance.now();
       try {
         const lines: SeriesLine[] = [];
+        const lost: SeriesLine[] = [];
         for (const some of keyChunks(keys)) {
-          lines.push(...(await getSeries({ head: heads, key: some, points, x, shape, ...(group ? { group } : {}) }, signal)).lines);
+          const found = await getSeries({ head: heads, key: some, points, x, shape, ...(group ? { group } : {}) }, signal);
+          lines.push(...found.lines);
+          lost.push(...found.lost);
           if (signal.aborted) return;
         }
-        for (const head of heads) this.#keep(head, lines);
+        for (const head of heads) {
+          this.#keep(head, lines);
+          this.#lost.set(head, lost.filter((line) => line.head === head));
+        }
       } catch (error) {
         if (signal.aborted || asProblem(error).status !== 404) throw error;
         if (heads.length > 1) {
@@ -141,6 +150,7 @@ class Loading {
   #show(question: Question): void {
     const here = question.heads.filter((head) => this.#isHere(head, question));
     this.lines = here.flatMap((head) => question.keys.map((key) => this.#kept.get(head)!.get(key)!));
+    this.lost = here.flatMap((head) => this.#lost.get(head) ?? []);
     this.question = question;
     this.done = here.length + this.gone.length;
   }

@@ -1,6 +1,6 @@
 import { describe, expect, it } from "vitest";
 import type { SeriesLine } from "../../lib/types";
-import { align, dashes, ends, homeless, nearestPlace, placesOf, smooth, valueAt } from "./points";
+import { align, dashes, ends, homeless, nearestPlace, placesOf, smooth, titleOf, valueAt, withLost } from "./points";
 
 const line = (head: string, steps: number[], values: (number | null)[], xs: (number | null)[] = []): SeriesLine => ({
   head, state: "", key: "loss", steps, values, uids: steps.map((step) => `${head}${step}`), total: steps.length, xs, began: null, group: null,
@@ -12,6 +12,16 @@ describe("align", () => {
     expect(aligned.xs).toEqual([1, 2, 3]);
     expect(aligned.values).toEqual([[5, undefined, null], [undefined, 6, 7]]);
     expect(aligned.uids[1]).toEqual([undefined, "b2", "b3"]);
+  });
+});
+
+describe("lost steps", () => {
+  it("follow the line of their branch, and are called lost", () => {
+    const [main, other] = [line("main", [1, 2], [5, 4]), line("other", [1], [3])];
+    const lost = [line("main", [2, 3], [4, 3])];
+    const all = withLost([main, other], lost);
+    expect(all).toEqual([main, lost[0], other]);
+    expect(all.map((each) => titleOf(each, lost))).toEqual(["main", "main, lost", "other"]);
   });
 });
 

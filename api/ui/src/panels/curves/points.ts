@@ -12,6 +12,13 @@ export interface Aligned {
   uids: (string | undefined)[][];
 }
 
+/** Each line with the steps that its branch lost after it: they have its colour. */
+export const withLost = (lines: readonly SeriesLine[], lost: readonly SeriesLine[]): SeriesLine[] =>
+  lines.flatMap((line) => [line, ...lost.filter((part) => part.head === line.head && part.key === line.key)]);
+
+/** The name of a line in the legend. */
+export const titleOf = (line: SeriesLine, lost: readonly SeriesLine[]): string => (lost.includes(line) ? `${line.head}, lost` : line.head);
+
 /** The places of a line's points; null where they are unknown. Elapsed time counts from where the branch's own states begin; what the branch shares with others
  before that is left out. */
 export function placesOf(line: SeriesLine, axis: Axis): readonly (number | null)[] {
