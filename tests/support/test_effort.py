@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -71,20 +70,3 @@ def test_every_test_of_this_run_has_its_turn(request: pytest.FixtureRequest) -> 
     groups = request.config.stash[effort.GROUPS]
     runs = [in_turn(groups, turn) for turn in range(PARTS)]
     assert all(any(run[index] for run in runs) for index in range(len(groups)))
-
-
-def commit(folder: Path) -> None:
-    command = ["git", "-c", "user.name=A", "-c", "user.email=a@example.org", "commit", "--quiet", "--allow-empty", "-m", "one more"]
-    subprocess.run(command, cwd=folder, check=True)
-
-
-def test_the_seed_is_the_number_of_the_commit(tmp_path: Path) -> None:
-    subprocess.run(["git", "init", "--quiet"], cwd=tmp_path, check=True)
-    numbers = []
-    for _ in range(3):
-        commit(tmp_path)
-        numbers.append(effort.number_of_the_commit(tmp_path))
-    assert numbers == [1, 2, 3]
-    subprocess.run(["git", "clone", "--quiet", "--depth", "1", f"file://{tmp_path}", str(tmp_path / "cut")], check=True)
-    assert effort.number_of_the_commit(tmp_path / "cut") > PARTS, "drawn from the name of the commit"
-    assert effort.number_of_the_commit(tmp_path / "cut") == effort.number_of_the_commit(tmp_path / "cut")
