@@ -48,6 +48,9 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("hypothesis_seed") is None:
         config.option.hypothesis_seed = effort.SEED
     faulthandler.register(signal.SIGUSR1, file=sys.__stderr__ or sys.stderr, all_threads=True)
+    for number, default in ((signal.SIGHUP, signal.SIG_DFL), (signal.SIGINT, signal.default_int_handler)):
+        if signal.getsignal(number) is signal.SIG_IGN:  # by nohup or a job in the background; processes of tests would inherit it
+            signal.signal(number, default)
     gc.disable()
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from playwright.sync_api import Browser, Page, expect, sync_playwright
+from playwright.sync_api import Browser, Error, Page, expect, sync_playwright
 
 import datastates
 from tests.page.grown import grow
@@ -138,7 +138,11 @@ def browser() -> Iterator[Browser]:
         pytest.skip("chromium is not installed")
     with sync_playwright() as playwright:
         fewer_processes = ["--in-process-gpu", "--renderer-process-limit=1"]  # a third less to do for each window
-        browser = playwright.chromium.launch(executable_path=found, args=["--no-sandbox", *fewer_processes])
+        options = {"executable_path": found, "args": ["--no-sandbox", *fewer_processes]}
+        try:
+            browser = playwright.chromium.launch(**options)  # type: ignore[arg-type]
+        except Error:  # on a busy machine, Chromium sometimes crashes while it starts: it gets a second chance
+            browser = playwright.chromium.launch(**options)  # type: ignore[arg-type]
         yield browser
         browser.close()
 
