@@ -15,8 +15,8 @@ from .problems import Refusal
 from .security import OPEN
 
 if TYPE_CHECKING:
-    from starlette.requests import Request
-    from starlette.types import Scope
+    from starlette.requests import Scope as Request
+    from starlette.types import Scope as AsgiScope
 
 __all__ = ["STATIC", "install"]
 
@@ -41,7 +41,7 @@ class _Assets(StaticFiles):
         """Do nothing: a folder that is not there has no files."""
 
     def file_response(
-        self, full_path: str | os.PathLike[str], stat_result: os.stat_result, scope: Scope, status_code: int = 200
+        self, full_path: str | os.PathLike[str], stat_result: os.stat_result, scope: AsgiScope, status_code: int = 200
     ) -> Response:
         response = super().file_response(full_path, stat_result, scope, status_code)
         response.headers["Cache-Control"] = "public, max-age=31536000, immutable"

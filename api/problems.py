@@ -25,7 +25,7 @@ from datastates.system import masking
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
-    from starlette.types import Scope
+    from starlette.types import Scope as AsgiScope
 
 __all__ = ["MEDIA_TYPE", "STATUSES", "Problem", "Refusal", "install", "placeless", "problem_of", "respond"]
 
@@ -96,7 +96,7 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(RequestValidationError, _on_validation)
 
 
-def respond(error: Exception, scope: Scope) -> Response:
+def respond(error: Exception, scope: AsgiScope) -> Response:
     """The answer to a request that ended in ``error``. An error that nobody raised on purpose is logged, and not disclosed."""
     if isinstance(error, Refusal):
         return _response(error.problem, error.headers)
@@ -124,7 +124,7 @@ def problem_of(error: Exception) -> Problem:
     return _with(problem, status, nearest=error.nearest) if isinstance(error, Unavailable | Corrupt) else problem
 
 
-def placeless(text: str, scope: Scope) -> str:
+def placeless(text: str, scope: AsgiScope) -> str:
     """The text without secrets, and without the place of a repository or its database on the server: clients have no need to know it."""
     served = scope["app"].state.served if "app" in scope else {}
     for name, each in served.items():
@@ -134,7 +134,7 @@ def placeless(text: str, scope: Scope) -> str:
     return masking.text(text)
 
 
-def _placeless(problem: Problem, scope: Scope) -> Problem:
+def _placeless(problem: Problem, scope: AsgiScope) -> Problem:
     detail = placeless(problem.detail, scope)
     return problem if detail == problem.detail else _with(problem, problem.status, detail=detail)
 

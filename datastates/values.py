@@ -24,6 +24,7 @@ __all__ = [
     "NAMES",
     "RANKS",
     "Check",
+    "Value",
     "attribute",
     "attributes",
     "callback",
@@ -59,6 +60,9 @@ __all__ = [
 
 KEY_LENGTH = 255
 """The most characters that the name of a metric or an attribute may have."""
+
+Value = str | int | float | bool | None
+"""What an attribute may hold."""
 
 MESSAGE_LENGTH = 16 << 10
 """The most characters that the message of a state or of a tag, or the text of an attribute, may have."""

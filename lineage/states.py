@@ -6,6 +6,8 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 from enum import StrEnum
 
+from datastates.values import Value
+
 __all__ = [
     "DIED",
     "GIT_REMOTE",
@@ -28,9 +30,6 @@ __all__ = [
     "Value",
     "Why",
 ]
-
-Value = str | int | float | bool | None
-"""What an attribute may hold."""
 
 
 class Status(StrEnum):

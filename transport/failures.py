@@ -4,17 +4,35 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from typing import Annotated
+
+from msgspec import Meta, Struct
 
 from datastates.errors import Corrupt, DatastatesError, SyntaxProblem, Unavailable
 from datastates.system.seldom import Seldom
+from datastates.values import MESSAGE_LENGTH
 
-from .protocol import Failure
-
-__all__ = ["again", "describe", "revive"]
+__all__ = ["Failure", "Name", "Text", "Uid", "again", "describe", "revive"]
 
 _logger = logging.getLogger(__name__)
 _logger.addFilter(Seldom())
 _CHARACTERS = 8 << 10
+
+Uid = Annotated[str, Meta(min_length=1, max_length=64, pattern="^[0-9a-zA-Z_-]+\\Z")]
+Name = Annotated[str, Meta(max_length=255)]
+Text = Annotated[str, Meta(max_length=MESSAGE_LENGTH)]
+
+
+class Failure(Struct, frozen=True):
+    """An error of our tree by its kind, with what its class carries beyond the message."""
+
+    kind: Name
+    message: Text
+    nearest: Uid | None = None
+    is_gone: bool = False
+    text: Text | None = None
+    column: Annotated[int, Meta(ge=1, le=1 << 20)] | None = None
+    expected: Annotated[tuple[Name, ...], Meta(max_length=100)] = ()
 
 
 def describe(error: BaseException) -> Failure:

@@ -12,7 +12,9 @@ from msgspec import Meta, Raw, Struct
 
 from datastates.content.manifest import CHUNK_BYTES
 from datastates.errors import PeerFault
-from datastates.values import MESSAGE_LENGTH, NAMES, RANKS
+from datastates.values import NAMES, RANKS
+
+from .failures import Failure, Name, Text, Uid
 
 __all__ = [
     "ARGUMENTS",
@@ -21,7 +23,6 @@ __all__ = [
     "FIRST_FRAME_BYTES",
     "FRAME_BYTES",
     "MAGIC",
-    "NOT_HERE",
     "PARTS",
     "PART_BYTES",
     "PIECES",
@@ -34,7 +35,6 @@ __all__ = [
     "Digests",
     "EdgeRecord",
     "Failed",
-    "Failure",
     "Find",
     "Gone",
     "Hello",
@@ -99,13 +99,7 @@ ARGUMENTS: Final = 1000
 PARTS: Final = 1024
 """The most parts of a state that is cloned part by part."""
 
-NOT_HERE: Final = 255
-"""The distance of a part that a process does not reach."""
-
-_Uid = Annotated[str, Meta(min_length=1, max_length=64, pattern="^[0-9a-zA-Z_-]+\\Z")]
 _Digest = Annotated[str, Meta(min_length=64, max_length=64, pattern="^[0-9a-f]+\\Z")]
-_Name = Annotated[str, Meta(max_length=255)]
-_Text = Annotated[str, Meta(max_length=MESSAGE_LENGTH)]
 _Nonce = Annotated[bytes, Meta(min_length=32, max_length=32)]
 _Mac = Annotated[bytes, Meta(min_length=32, max_length=32)]
 _Address = Annotated[bytes, Meta(max_length=8 << 10)]
@@ -116,47 +110,47 @@ _Address64 = Annotated[int, Meta(ge=0)]  # msgspec takes no bound above 63 bits,
 _ChunkLength = Annotated[int, Meta(ge=0, le=CHUNK_BYTES)]
 _Limit = Annotated[int, Meta(ge=1, le=10_000)]
 _Attribute = str | int | float | bool | None
-_Config = Annotated[dict[_Name, _Attribute], Meta(max_length=2_000)]
+_Config = Annotated[dict[Name, _Attribute], Meta(max_length=2_000)]
 
 
 class Identity(Struct, frozen=True):
     """The server: the uid of its repository's lineage, its node and the version of datastates."""
 
-    repository: _Name
-    node: _Name
-    version: _Name
+    repository: Name
+    node: Name
+    version: Name
 
 
 class RefRecord(Struct, frozen=True):
     """A branch or a tag."""
 
-    name: _Name
+    name: Name
     kind: Annotated[str, Meta(pattern="^(branch|tag)\\Z")]
-    state: _Uid
-    message: _Text | None = None
+    state: Uid
+    message: Text | None = None
 
 
 class EdgeRecord(Struct, frozen=True):
     """A further parent."""
 
-    parent: _Uid
-    kind: _Name
+    parent: Uid
+    kind: Name
     weight: float
 
 
 class RunRecord(Struct, frozen=True):
     """A run as it travels: who made states, where, with which code and configuration. Secrets in it are masked."""
 
-    uid: _Uid
-    host: _Name
-    user: _Name
-    argv: Annotated[tuple[_Text, ...], Meta(max_length=ARGUMENTS)]
-    git_commit: _Name | None
+    uid: Uid
+    host: Name
+    user: Name
+    argv: Annotated[tuple[Text, ...], Meta(max_length=ARGUMENTS)]
+    git_commit: Name | None
     git_dirty: bool | None
-    versions: Annotated[dict[_Name, _Name], Meta(max_length=NAMES)]
+    versions: Annotated[dict[Name, Name], Meta(max_length=NAMES)]
     started_at_us: int
     finished_at_us: int | None
-    branch: _Name | None
+    branch: Name | None
     config: _Config
 
 
@@ -169,18 +163,18 @@ class StateRecord(Struct, frozen=True):
     ``run`` names the run that captured it. ``run_record`` is the record of that run, unless the state comes in a list.
     """
 
-    uid: _Uid
+    uid: Uid
     digest: _Digest
     step: int
     micro_step: int
-    metrics: Annotated[dict[_Name, float], Meta(max_length=NAMES)]
-    attributes: Annotated[dict[_Name, _Attribute], Meta(max_length=NAMES)]
-    message: _Text | None
+    metrics: Annotated[dict[Name, float], Meta(max_length=NAMES)]
+    attributes: Annotated[dict[Name, _Attribute], Meta(max_length=NAMES)]
+    message: Text | None
     created_at_us: int
-    status: _Name
-    parents: Annotated[tuple[_Uid, ...], Meta(max_length=1000)]
+    status: Name
+    parents: Annotated[tuple[Uid, ...], Meta(max_length=1000)]
     edges: Annotated[tuple[EdgeRecord, ...], Meta(max_length=1000)]
-    run: _Uid | None
+    run: Uid | None
     generation: _Count
     bytes_total: _Count
     bytes_new: _Count
@@ -192,7 +186,7 @@ class StatePage(Struct, frozen=True):
     """Some states in order, with their runs. ``next`` is what to pass as ``after`` to get those that follow, None at the end."""
 
     states: Annotated[tuple[StateRecord, ...], Meta(max_length=10_000)]
-    next: _Text | None = None
+    next: Text | None = None
     runs: _Runs = ()
 
 
@@ -207,21 +201,6 @@ class Offer(Struct, frozen=True):
     ancestry: tuple[StateRecord, ...] = ()
     refs: tuple[RefRecord, ...] = ()
     runs: _Runs = ()
-
-
-# --- what went wrong -----------------------------------------------------------------------------------------------------
-
-
-class Failure(Struct, frozen=True):
-    """An error of our tree by its kind, with what its class carries beyond the message (see ``failures``)."""
-
-    kind: _Name
-    message: _Text
-    nearest: _Uid | None = None
-    is_gone: bool = False
-    text: _Text | None = None
-    column: Annotated[int, Meta(ge=1, le=1 << 20)] | None = None
-    expected: Annotated[tuple[_Name, ...], Meta(max_length=100)] = ()
 
 
 # --- the handshake -------------------------------------------------------------------------------------------------------
@@ -266,12 +245,12 @@ class Ready(Struct, frozen=True, tag=True):
     was not needed yet (``Moved`` sends it then). A peer that is silent for ``timeout_ms`` is treated as dead. A client has no ``identity``.
     """
 
-    planes: Annotated[tuple[_Name, ...], Meta(max_length=8)]
+    planes: Annotated[tuple[Name, ...], Meta(max_length=8)]
     address: _Address
     timeout_ms: Annotated[int, Meta(ge=100, le=86_400_000)]
     identity: Identity | None = None
-    wish: _Name = ""
-    near: _Name = ""
+    wish: Name = ""
+    near: Name = ""
 
 
 class Refused(Struct, frozen=True, tag=True):
@@ -290,23 +269,23 @@ class Refs(Struct, frozen=True, tag=True):
 class Find(Struct, frozen=True, tag=True):
     """-> StatePage"""
 
-    query: _Text
+    query: Text
     limit: _Limit
-    after: _Text | None = None
+    after: Text | None = None
 
 
 class Log(Struct, frozen=True, tag=True):
     """-> StatePage"""
 
-    rev: _Text
+    rev: Text
     limit: _Limit
-    after: _Text | None = None
+    after: Text | None = None
 
 
 class Resolve(Struct, frozen=True, tag=True):
     """-> StateRecord"""
 
-    rev: _Text
+    rev: Text
 
 
 class Open(Struct, frozen=True, tag=True):
@@ -318,9 +297,9 @@ class Open(Struct, frozen=True, tag=True):
     this rank.
     """
 
-    uid: _Uid
-    relay: _Name | None = None
-    failed: Annotated[tuple[_Name, ...], Meta(max_length=100)] = ()
+    uid: Uid
+    relay: Name | None = None
+    failed: Annotated[tuple[Name, ...], Meta(max_length=100)] = ()
     here: bool = True
     near: bool = False
     part: Annotated[int, Meta(ge=0, lt=PARTS)] | None = None
@@ -336,14 +315,14 @@ class Opened(Struct, frozen=True):
     handle: _Id
     manifest: bytes
     lengths: Annotated[tuple[_ChunkLength, ...], Meta(max_length=1 << 24)]
-    upstream: _Name | None = None
+    upstream: Name | None = None
     addresses: Annotated[tuple[_Address64, ...], Meta(max_length=1 << 24)] = ()
 
 
 class Reach(Struct, frozen=True, tag=True):
     """Ask where the parts of a state are -> Reached."""
 
-    uid: _Uid
+    uid: Uid
 
 
 class Reached(Struct, frozen=True):
@@ -353,7 +332,7 @@ class Reached(Struct, frozen=True):
     """
 
     places: Annotated[bytes, Meta(min_length=1, max_length=PARTS)]
-    others: Annotated[tuple[_Name, ...], Meta(max_length=PARTS)] = ()
+    others: Annotated[tuple[Name, ...], Meta(max_length=PARTS)] = ()
 
 
 class Release(Struct, frozen=True, tag=True):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from datastates.transport.protocol import NOT_HERE
+from datastates.store.passing import NOT_HERE
 
 __all__ = ["Holders", "plan"]
 

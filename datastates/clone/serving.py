@@ -37,11 +37,12 @@ from datastates.lineage.search.names import check_names
 from datastates.lineage.states import Ref, Run, State
 from datastates.opening.core import Core
 from datastates.store.parts import refuse_parts
+from datastates.store.passing import NOT_HERE
 from datastates.store.tier import Reader
 from datastates.transport import loop
 from datastates.transport.clone.chain import Chains
 from datastates.transport.contract import Tls
-from datastates.transport.protocol import NOT_HERE, PARTS, Identity, Offer, Reached, RefRecord, StatePage, StateRecord
+from datastates.transport.protocol import PARTS, Identity, Offer, Reached, RefRecord, StatePage, StateRecord
 from datastates.transport.session import server as transport_server
 from datastates.transport.sink import Sink
 from datastates.transport.store import Source

@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
 from datastates.errors import InvalidInput
-from datastates.lineage.states import Value
+from datastates.values import Value
 
 from .adapters import has_state, parts
 from .names import join

@@ -17,8 +17,7 @@ from datastates.opening.core import Opened
 from datastates.opening.whereabouts import network_id
 from datastates.transport.clone import groups as meeting
 from datastates.transport.clone import torch_groups as torch_meeting
-from datastates.transport.failures import describe, revive
-from datastates.transport.protocol import Failure
+from datastates.transport.failures import Failure, describe, revive
 
 __all__ = ["MPIGroup", "SoloGroup", "TorchGroup"]
 

@@ -19,13 +19,15 @@ from datastates.content.manifest import CHUNK_BYTES, Manifest
 from datastates.content.parts import first_chunks
 from datastates.errors import Corrupt, NotFound, Unavailable
 from datastates.transport.clone.meeting import Meeting
-from datastates.transport.protocol import NOT_HERE
 
 from .parts import PartsReader
 from .staging import Stage
 from .tier import Reader
 
-__all__ = ["Passage", "SharedReader", "SupportsAhead", "open_shared", "passages"]
+__all__ = ["NOT_HERE", "Passage", "SharedReader", "SupportsAhead", "open_shared", "passages"]
+
+NOT_HERE = 255
+"""The distance of a part that a process does not reach."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,7 @@ from contextlib import contextmanager
 import msgspec
 
 from datastates.errors import DatastatesError
-from datastates.transport.failures import revive
-from datastates.transport.protocol import Failure
+from datastates.transport.failures import Failure, revive
 
 from .groups import Group
 

@@ -16,8 +16,8 @@ from typing import Any
 
 from datastates.errors import DatastatesError, Disconnected
 from datastates.transport.contract import End, Link
-from datastates.transport.failures import describe, revive
-from datastates.transport.protocol import Failure, Message, Moved
+from datastates.transport.failures import Failure, describe, revive
+from datastates.transport.protocol import Message, Moved
 
 __all__ = ["Plane", "surely"]
 
