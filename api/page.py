@@ -15,7 +15,7 @@ from .problems import Refusal
 from .security import OPEN
 
 if TYPE_CHECKING:
-    from starlette.requests import Scope as Request
+    from starlette.requests import Request
     from starlette.types import Scope as AsgiScope
 
 __all__ = ["STATIC", "install"]

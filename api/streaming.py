@@ -10,7 +10,7 @@ from fastapi import Response
 
 if TYPE_CHECKING:
     from starlette.types import Receive, Send
-    from starlette.types import Scope as Request
+    from starlette.types import Scope as AsgiScope
 
 __all__ = ["Streamed"]
 
@@ -37,7 +37,7 @@ class Streamed(Response):
         self._pieces, self._close = pieces, close
         self.init_headers(headers)
 
-    async def __call__(self, scope: Request, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: AsgiScope, receive: Receive, send: Send) -> None:
         """Send until either the pieces or the connection ends."""
         sending, leaving = asyncio.ensure_future(self._send(send)), asyncio.ensure_future(_gone(receive))
         try:

@@ -7,7 +7,7 @@ from collections import Counter
 from hypothesis import given, settings, strategies
 
 from datastates.clone.holders import Holders, plan
-from datastates.transport.protocol import NOT_HERE
+from datastates.store.passing import NOT_HERE
 from tests.support.effort import examples
 
 
