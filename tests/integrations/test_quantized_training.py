@@ -18,6 +18,7 @@ from datastates import Repository, Unsupported
 from datastates.content.layouts import is_wrapping, plain_tensors
 from datastates.integrations.transformers import DatastatesCallback
 from datastates.objects.names import canonical_name
+from tests.support.effort import IS_THOROUGH
 
 from .trainers import StopAt, Words, losses, qlora, trainer
 
@@ -83,7 +84,7 @@ class Loop:
         return found
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", OPTIMIZERS if IS_THOROUGH else ("AdamW8bit", "bitsandbytes"))  # torchao compiles for half a minute
 def test_an_optimizer_with_quantized_state_goes_on_with_equal_losses(name: str, repo: Repository) -> None:
     loop = Loop(repo, OPTIMIZERS[name])
     whole = loop.train("whole", 8)

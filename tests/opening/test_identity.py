@@ -306,7 +306,10 @@ def test_packs_whose_lineage_is_gone_are_mentioned(tmp_path: Path) -> None:
     assert not (tmp_path / "lineage.db").exists()
 
 
-def test_a_folder_that_is_deleted_under_a_training_is_named_and_reported_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_folder_that_is_deleted_under_a_training_is_named_and_reported_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("datastates.modules.journal.PATIENCE_S", 3.0)
     config = replace(CONFIG, durable_every=1, on_failure=OnFailure.RAISE)
     with pytest.raises(Unavailable, match="is gone"):  # noqa: PT012, SIM117 # the blocks are what is tested
         with datastates.open(tmp_path / "runs", config=config) as repo:
