@@ -106,7 +106,8 @@ def test_log_says_where_it_stopped(invoke: Invoke) -> None:
 
     assert len(page.out.splitlines()) == 4
     assert page.err == "these are the newest 4: -n 0 shows all, -n another number\n"
-    assert invoke("log", "-n", "11").err == invoke("log", "-n", "0").err == ""
+    for number in ("11", "0"):
+        assert invoke("log", "-n", number, "--no-graph").err == ""
     assert invoke("log", "-n", "4", "--json").err == ""
 
 

@@ -12,6 +12,7 @@ from msgspec import msgpack
 from datastates.content.manifest import CHUNK_BYTES
 from datastates.errors import PeerFault
 from datastates.transport import protocol
+from datastates.transport.failures import Failure
 from datastates.transport.protocol import (
     Answer,
     Ask,
@@ -20,7 +21,6 @@ from datastates.transport.protocol import (
     Denied,
     Digests,
     Failed,
-    Failure,
     Find,
     Gone,
     Hello,

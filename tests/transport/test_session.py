@@ -16,12 +16,12 @@ from datastates.errors import (
     PeerFault,
     Unavailable,
 )
+from datastates.transport.failures import Failure
 from datastates.transport.protocol import (
     MAGIC,
     Answer,
     Ask,
     Failed,
-    Failure,
     Hello,
     Laid,
     Land,

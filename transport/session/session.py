@@ -19,6 +19,7 @@ import msgspec
 
 from datastates.errors import Closed, DatastatesError, Disconnected, PeerFault
 from datastates.transport.contract import Channel, Tls, Transport
+from datastates.transport.failures import Failure
 from datastates.transport.limits import ANSWER_TIMEOUTS, SILENT_TIMEOUTS, Share, weigh
 from datastates.transport.protocol import (
     BODY_BYTES,
@@ -26,7 +27,6 @@ from datastates.transport.protocol import (
     Ask,
     Bye,
     Failed,
-    Failure,
     Find,
     Gone,
     Identity,
