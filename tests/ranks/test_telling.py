@@ -26,6 +26,7 @@ def train(url: str, packs: str, say: Say, steps: int) -> None:
         for _ in range(steps):
             say("whole", run.capture().wait(timeout_s=60).uid)
         say("durable", run.capture().wait("durable", timeout_s=60).uid)
+        torch.distributed.barrier()
 
 
 def lose(url: str, packs: str, say: Say, pid_of_first: str, is_stopping: bool) -> None:
