@@ -20,7 +20,6 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=1000)
     parser.add_argument("--states", type=int, default=5)
     parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--nodes", type=int, nargs="+", default=[1, 8, 64], help="ranks a node, of which the first tells for all")
     parser.add_argument("--mib", type=int, default=256, help="the size of the state that is cloned")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--pace", type=float, nargs="+", default=[0, 100], help="what one source gives at most, in MB/s; 0: what it can")
@@ -32,7 +31,7 @@ def main() -> None:
     if given.part == "scaling":
         groups_scaling.main(given.folder, rounds=given.rounds, is_quick=given.quick)
         return
-    groups_commit.main(given.folder, ranks=given.ranks, states=given.states, processes=given.processes, nodes=given.nodes)
+    groups_commit.main(given.folder, ranks=given.ranks, states=given.states, processes=given.processes)
 
 
 if __name__ == "__main__":

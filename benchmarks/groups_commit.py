@@ -1,7 +1,4 @@
-"""What it costs to tell the parts of many ranks: the code of the ranks against a PostgreSQL server, driven by a few processes.
-
-A node of one rank tells by itself. Of a larger one each rank hands its part in at the desk of the first, as in a job (``modules/telling``).
-"""
+"""What it costs to tell the parts of many ranks: the code of the ranks against a PostgreSQL server, driven by a few processes."""
 
 from __future__ import annotations
 
@@ -11,11 +8,12 @@ import random
 import secrets
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import closing
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -25,175 +23,116 @@ from common import machine, out, short, spread, table
 from datastates.lineage import Database, NewState, Run, StateFacts, Status
 from datastates.lineage.change import runs
 from datastates.lineage.change.parts import Telling
-from datastates.modules.telling import Said, Teller
-from datastates.transport.session.desk import Place
+from datastates.modules.telling import Said, report
 
 __all__ = ["main"]
 
 _SESSIONS = 8
-"""So many nodes of one process at once."""
+"""So many ranks of one process at once."""
 
 _HEADER = (
-    *("ranks a node", "all at once: first to visible, s", "last part to visible, ms", "transactions a state"),
-    *("server's CPU a state, s", "all processes' CPU, s", "a node alone, ms", "asking what became of it, ms"),
+    *("ranks", "all at once: first to visible, s", "last part to visible, ms", "server's CPU a state, s"),
+    *("all processes' CPU, s", "a rank alone, ms", "asking what became of it, ms"),
 )
 
 
 @dataclass(frozen=True, slots=True)
 class _Told:
     """What one process did for a state: when it began, on the clock of all processes; when the first of its ranks heard that the state is
-    whole, if one did, and how long that rank had taken; its transactions and its processor time."""
+    whole, if one did, and how long that rank had taken; its processor time."""
 
     began: float
     whole: tuple[float, float] | None
-    transactions: int
     cpu_s: float
 
 
-def main(folder: Path, *, ranks: int, states: int, processes: int, nodes: Sequence[int]) -> None:
-    """Print a row for each size of node, which take turns at each state."""
+def main(folder: Path, *, ranks: int, states: int, processes: int) -> None:
+    """Print one row: what a state costs whose ranks all tell their parts at once, and what a rank alone costs."""
     out(machine())
     out(f"load {os.getloadavg()[0]:.1f} at the beginning")
-    out(f"{ranks} ranks, {states} states, told by {processes} processes of {_SESSIONS} nodes; median [least .. greatest] of the states\n")
+    out(f"{ranks} ranks, {states} states, told by {processes} processes of {_SESSIONS} ranks; median [least .. greatest] of the states\n")
     with postgresql.serving(folder) as url:
         Database(url).close()
-        rows = _rows(url, ranks, states, processes, nodes)
-    out(table(_HEADER, rows))
+        row = _row(url, ranks, states, processes)
+    out(table(_HEADER, [row]))
     out(f"load {os.getloadavg()[0]:.1f} at the end")
 
 
-def _rows(url: str, ranks: int, states: int, processes: int, nodes: Sequence[int]) -> list[list[str]]:
+def _row(url: str, ranks: int, states: int, processes: int) -> list[str]:
     pipes, workers = [], []
     for number in range(processes):
         here, there = multiprocessing.Pipe()
-        worker = multiprocessing.get_context("spawn").Process(target=_work, args=(there, url, ranks, number, processes, nodes), daemon=True)
+        worker = multiprocessing.get_context("spawn").Process(target=_work, args=(there, url, ranks, number, processes), daemon=True)
         worker.start()
         pipes.append(here)
         workers.append(worker)
     try:
         for pipe in pipes:
             assert pipe.recv() == "ready"
-        found: dict[int, list[list[float]]] = {size: [] for size in nodes}
-        parents: dict[int, str | None] = dict.fromkeys(nodes)
+        found: list[list[float]] = []
+        parent: str | None = None
         for step in range(states):
-            for size in nodes:
-                parents[size], measured = _state(pipes, size, parents[size], step)
-                found[size].append(measured)
-        alone = {size: _alone(url, ranks, size, parents[size]) for size in nodes}
+            parent, measured = _state(pipes, parent, step)
+            found.append(measured)
+        alone = _alone(url, ranks, parent)
         for pipe in pipes:
             pipe.send(None)
-        return [[str(size), *(spread(list(each)) for each in zip(*found[size], strict=True)), *map(short, alone[size])] for size in nodes]
+        return [str(ranks), *(spread(list(each)) for each in zip(*found, strict=True)), *map(short, alone)]
     finally:
         for worker in workers:
             worker.join(10)
             worker.kill()
 
 
-def _state(pipes: Sequence[Connection], size: int, parent: str | None, step: int) -> tuple[str, list[float]]:
+def _state(pipes: Sequence[Connection], parent: str | None, step: int) -> tuple[str, list[float]]:
     """All ranks tell their part of one state: its uid, and what is measured of that."""
     cpu, uid = _cpu_of_server(), secrets.token_hex(12)
     for pipe in pipes:
-        pipe.send((size, uid, parent, step))
+        pipe.send((uid, parent, step))
     told: list[_Told] = [pipe.recv() for pipe in pipes]
     ended, took = min(each.whole for each in told if each.whole is not None)
     span = ended - min(each.began for each in told)
-    transactions = sum(each.transactions for each in told)
     used = _cpu_of_server() - cpu
-    return uid, [span, 1e3 * took, transactions, used, used + sum(each.cpu_s for each in told)]
+    return uid, [span, 1e3 * took, used, used + sum(each.cpu_s for each in told)]
 
 
-def _work(pipe: Connection, url: str, ranks: int, number: int, processes: int, sizes: Sequence[int]) -> None:
-    """Tell the parts of every so manieth node of each state that comes, all at once and in any order."""
+def _work(pipe: Connection, url: str, ranks: int, number: int, processes: int) -> None:
+    """Tell the parts of every so manieth rank of each state that comes, all at once and in any order."""
     run = Run(secrets.token_hex(12), "node", "user", os.getpid(), (), None, None, {}, {}, datetime.now(UTC))
-    with closing(Database(url)) as database, ExitStack() as stack:
+    with closing(Database(url)) as database, ThreadPoolExecutor(_SESSIONS) as pool:
         with database.write() as session:
             runs.start(session, run)
-        desks = {size: [stack.enter_context(_node(database, size)) for _ in range(_SESSIONS)] for size in sizes}
-        pools = {size: stack.enter_context(ThreadPoolExecutor(_SESSIONS * size)) for size in sizes}
-        outer = stack.enter_context(ThreadPoolExecutor(_SESSIONS))
         pipe.send("ready")
         while (asked := pipe.recv()) is not None:
-            size, uid, parent, step = asked
-            facts = StateFacts(uid, parent, f"main-{size}", run.uid, step, metrics={"loss": 1.0, "lr": 0.1}, world_size=ranks)
-            mine = list(range(number, -(-ranks // size), processes))
+            uid, parent, step = asked
+            facts = StateFacts(uid, parent, "main", run.uid, step, metrics={"loss": 1.0, "lr": 0.1}, world_size=ranks)
+            mine = list(range(number, ranks, processes))
             random.shuffle(mine)
-            before, cpu = sum(node.transactions for node in desks[size]), time.process_time()
-            began = time.monotonic()
-            slots = [outer.submit(_tell_nodes, node, pools[size], facts, mine[slot::_SESSIONS]) for slot, node in enumerate(desks[size])]
-            heard = [each for slot in slots for each in slot.result()]
-            told = sum(node.transactions for node in desks[size]) - before
-            pipe.send(_Told(began, min(heard, default=None), told, time.process_time() - cpu))
+            began, cpu = time.monotonic(), time.process_time()
+            heard = [each for each in pool.map(partial(_tell, database, facts), mine) if each is not None]
+            pipe.send(_Told(began, min(heard, default=None), time.process_time() - cpu))
 
 
-class _Counting(Teller):
-    """Counts its transactions."""
-
-    def __init__(self, database: Database) -> None:
-        super().__init__(database)
-        self.transactions = 0
-
-    def _transact(self, *given: object) -> list[object]:  # type: ignore[override]  # passed through
-        self.transactions += 1
-        return super()._transact(*given)  # type: ignore[arg-type,return-value]  # likewise
-
-
-class _Node:
-    """The ranks of one node after the other: each has a teller of its own."""
-
-    def __init__(self, database: Database, size: int) -> None:
-        self._tellers = [_Counting(database) for _ in range(size)]
-        place = Place.drawn()
-        for rank, teller in enumerate(self._tellers if size > 1 else ()):
-            teller.join(place, seats=size, is_first=rank == 0)
-
-    @property
-    def transactions(self) -> int:
-        """How many there were, of all ranks."""
-        return sum(teller.transactions for teller in self._tellers)
-
-    def tell(self, pool: ThreadPoolExecutor, facts: StateFacts, number: int) -> list[tuple[float, float]]:
-        """Each rank of node ``number`` tells its part; when those ended that heard that the state is whole, and how long they took."""
-        size = len(self._tellers)
-        ranks = range(number * size, min((number + 1) * size, facts.world_size))
-        told = [pool.submit(_tell, teller, facts, rank) for teller, rank in zip(self._tellers, ranks, strict=False)]
-        return [found for each in told if (found := each.result()) is not None]
-
-    def close(self) -> None:
-        """Let go."""
-        for teller in reversed(self._tellers):
-            teller.leave()
-
-
-@contextmanager
-def _node(database: Database, size: int) -> Iterator[_Node]:
-    node = _Node(database, size)
-    yield node
-    node.close()
-
-
-def _tell_nodes(node: _Node, pool: ThreadPoolExecutor, facts: StateFacts, numbers: Sequence[int]) -> list[tuple[float, float]]:
-    return [found for number in numbers for found in node.tell(pool, facts, number)]
-
-
-def _tell(teller: Teller, facts: StateFacts, rank: int) -> tuple[float, float] | None:
+def _tell(database: Database, facts: StateFacts, rank: int) -> tuple[float, float] | None:
+    """A rank tells its part: if it hears that the state is whole, when that was, and how long it took."""
     new = NewState(facts, secrets.token_hex(32), Status.CAPTURED, 1 << 30, 1 << 30, "memory", f"node {rank}")
     began = time.monotonic()
-    heard = teller.tell(Said(parts=(Telling(new, rank),), asked={facts.uid: rank}))
+    heard = report(database, Said(parts=(Telling(new, rank),), asked={facts.uid: rank}))
     ended = time.monotonic()
     return (ended, ended - began) if facts.uid in heard.outcomes else None
 
 
-def _alone(url: str, ranks: int, size: int, parent: str | None) -> tuple[float, float]:
-    """Milliseconds that the parts of a node take that nobody is in the way of, and one question."""
-    facts = StateFacts(secrets.token_hex(12), parent, f"main-{size}", None, 10**6, world_size=ranks)
+def _alone(url: str, ranks: int, parent: str | None) -> tuple[float, float]:
+    """Milliseconds that the part of a rank takes when no other rank tells, and one question."""
+    facts = StateFacts(secrets.token_hex(12), parent, "main", None, 10**6, world_size=ranks)
     took, asked = [], []
-    with closing(Database(url)) as database, _node(database, size) as node, ThreadPoolExecutor(size) as pool:
-        for number in range(min(200, max(1, ranks // size - 1))):
+    with closing(Database(url)) as database:
+        for rank in range(min(200, max(1, ranks - 1))):
             began = time.monotonic()
-            node.tell(pool, facts, number)
+            _tell(database, facts, rank)
             took.append(1e3 * (time.monotonic() - began))
             began = time.monotonic()
-            Teller(database).tell(Said(asked={facts.uid: number * size}))
+            report(database, Said(asked={facts.uid: rank}))
             asked.append(1e3 * (time.monotonic() - began))
     return statistics.median(took), statistics.median(asked)
 

@@ -506,8 +506,6 @@ def _postgresql_engine(url: URL, lineage: list[object]) -> Engine:
             if not url.normalized_query[_PREPARE][-1].isdecimal():
                 raise InvalidInput(f"{_PREPARE} in the URL is no number: use 0 for no prepared statements, as a pooler may need")
             options[_PREPARE] = int(url.normalized_query[_PREPARE][-1]) or None
-        if "hostaddr" not in url.query and url.normalized_query.get("host", ("",))[-1].startswith("/"):
-            options["hostaddr"] = ""  # a socket of this node is meant, whatever PGHOSTADDR or a service says
         engine = create_engine(url, pool_size=8, max_overflow=24, pool_pre_ping=True, connect_args=options)
     except ModuleNotFoundError as error:
         raise Unavailable("PostgreSQL needs its driver: pip install 'datastates[postgresql]'") from error

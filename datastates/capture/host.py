@@ -14,7 +14,6 @@ from datastates.lineage.states import NewState, Run, State, StateFacts, Status, 
 from datastates.policy.contract import Policy
 from datastates.policy.rules import Best
 from datastates.system.recorder import Recorder
-from datastates.transport.session.desk import Place
 
 from .commit import Coming
 from .line import Line, Staged
@@ -89,10 +88,6 @@ class Capturing(Protocol):
 
     def skip(self, line: Line, facts: StateFacts, why: Why, reason: str) -> None:
         """Tell the other ranks that this rank has no part of a state; does nothing for a line that captures no parts."""
-
-    def join(self, place: Place, *, seats: int, is_first: bool) -> None:
-        """Tell parts together with the other processes of this node from now on: of the ``seats`` processes, the one that ``is_first`` does
-        it for all."""
 
     def missing(self, uid: str) -> str | None:
         """A text for people that says for which ranks a state waits; None if it waits for none."""

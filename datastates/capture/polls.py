@@ -35,12 +35,12 @@ _LASTS_S = 2.0
 @dataclass(slots=True)
 class Polls:
     """The times of the questions of one engine thread; any thread may call ``hurry``. ``askers`` is the number of processes that ask the
-    database: one for each desk.
+    database.
 
     ``is_awaiting`` says whether the others have something to deliver: a part, or the news that it is on their disk.
     """
 
-    askers: float = 1.0
+    askers: int = 1
     _at: float = math.inf
     _pause_s: float = 0.0
     _hurried_until: float = -math.inf
@@ -93,20 +93,13 @@ class Polling:
     def __init__(self, journal: Journal, rounds: Rounds, patience_s: float) -> None:
         self._journal, self._rounds, self.patience_s = journal, rounds, patience_s
         self._polls = Polls()
-        self._ranks = self._seats = 1
         self._has_half = False
         rounds.on_hurry = self._hurry
         journal.on_half = self._begin_anew
 
     def join(self, ranks: int) -> None:
         """Note that this process is one of ``ranks`` in a job."""
-        self._ranks = ranks
-        self._polls.askers = self._ranks / self._seats
-
-    def share(self, seats: int) -> None:
-        """Note that ``seats`` of them ask together, at their desk."""
-        self._seats = seats
-        self._polls.askers = self._ranks / self._seats
+        self._polls.askers = ranks
 
     def delay(self) -> float:
         """The time to the next question, in seconds; infinite if none is planned."""

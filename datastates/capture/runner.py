@@ -38,7 +38,6 @@ from datastates.store.tier import Tier
 from datastates.system.bell import Bell
 from datastates.system.interrupts import Mutex, undisturbed
 from datastates.system.recorder import Recorder
-from datastates.transport.session.desk import Place
 
 from . import lookout
 from .commit import Coming, Commits
@@ -361,11 +360,6 @@ class Runner:
             self._register.journal.skip(Skip(facts, line.part.rank, why, reason))
             self._rounds.wake()
 
-    def join(self, place: Place, *, seats: int, is_first: bool) -> None:
-        """See ``Host.join``."""
-        self._register.journal.join(place, seats=seats, is_first=is_first)
-        self._polling.share(seats)
-
     def missing(self, uid: str) -> str | None:
         """See ``Host.missing``."""
         return self._register.journal.missing(uid)
@@ -458,7 +452,6 @@ class Runner:
         if not self.is_held_up:
             with suppress(Unavailable):  # the next process that opens the repository finds out
                 self._register.journal.tell_evictions()
-            self._register.journal.leave()
         with self._lock:
             self._is_closed = True
         self.snapshots.let_go()

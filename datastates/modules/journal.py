@@ -45,12 +45,11 @@ from datastates.store.tier import Placed
 from datastates.store.tiers import CAPTURED
 from datastates.system.interrupts import Mutex
 from datastates.system.logs import event
-from datastates.transport.session.desk import Place
 
 from .entry import Entry, lines_of
 from .leaving import Leaving
 from .parts import Parts
-from .telling import Heard, Mark, Said, Skip, Teller, tell
+from .telling import Heard, Mark, Said, Skip, report, tell
 
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
@@ -97,7 +96,7 @@ class Journal:
         self._marks: dict[str, Sequence[Placed]] = {}
         self._told: dict[str, Entry] = {}
         self._past: deque[Entry] = deque(maxlen=_MOST_WAITING)
-        self._parts, self._teller = Parts(), Teller(database)
+        self._parts = Parts()
         self._evicted = Leaving()
         self._away_since: float | None = None
         self._why = ""
@@ -272,21 +271,11 @@ class Journal:
             try:
                 late = [] if patience_s is None else self._parts.late(patience_s)
                 said = self._parts.said(late=late, patience_s=patience_s)
-                heard = self._teller.tell(said)
+                heard = report(self._database, said)
             except Unavailable as error:
                 self._note_away(error)
                 return
             self._heed(said, heard)
-
-    def join(self, place: Place, *, seats: int, is_first: bool) -> None:
-        """Tell of parts together with the other processes of this node from now on; there are ``seats`` of them, and one ``is_first``."""
-        with self._turn:
-            self._teller.join(place, seats=seats, is_first=is_first)
-
-    def leave(self) -> None:
-        """Tell alone again, and for no other process; idempotent."""
-        with self._turn:
-            self._teller.leave()
 
     def begin(self, run: Run) -> None:
         """Note that a training of this process begins; the database may forget it as it may forget states."""
@@ -425,7 +414,7 @@ class Journal:
         if whole:
             states, heard = self._tell_whole(whole, said)
         else:
-            heard = self._teller.tell(said)
+            heard = report(self._database, said)
         self._told.update((entry.new.uid, entry) for entry in whole)
         self._evicted.note(evicted)
         if is_durable:
@@ -438,7 +427,7 @@ class Journal:
     def _tell_whole(self, entries: Sequence[Entry], said: Said) -> tuple[list[State], Heard]:
         with self._database.write(durable=said.is_durable) as session:
             states = lineage_record.record_all(session, [entry.new for entry in entries])
-            (heard,) = tell(session, [said])
+            heard = tell(session, said)
         return states, heard
 
     def _heed(self, said: Said, heard: Heard) -> None:
@@ -446,7 +435,7 @@ class Journal:
         if heard.forgotten:
             again = replace(said, parts=self._parts.said([self._parts.entry(uid) for uid in heard.forgotten]).parts)
             with suppress(Unavailable):  # the next question finds out
-                heard = self._teller.tell(again)
+                heard = report(self._database, again)
         wanted = self._parts.heed(said, heard)
         for uid, outcome in heard.outcomes.items():
             entry = self._parts.entry(uid)
@@ -500,7 +489,7 @@ class Journal:
 
     def _tell_marks(self, placed: Mapping[str, Sequence[Placed]]) -> None:
         marks = tuple(self._mark_of(uid, part) for uid, each in placed.items() for part in each)
-        marked = self._teller.tell(Said(marks=marks, is_durable=True)).marked
+        marked = report(self._database, Said(marks=marks, is_durable=True)).marked
         for uid, each in placed.items():
             if marked[uid] is Status.CAPTURED:  # it has parts that are not on the disks of their ranks
                 self._parts.await_durable(uid, _added(each))
@@ -564,7 +553,7 @@ class Journal:
                 runs.start(session, run)
             for entry in lost:
                 self._tell_again(session, entry)
-            tell(session, [Said(marks=tuple(self._mark_of(uid, placed) for (uid, _), placed in whole.items()))])
+            tell(session, Said(marks=tuple(self._mark_of(uid, placed) for (uid, _), placed in whole.items())))
             gone = clones.known(session, {*self._evicted.gone, *(entry.new.uid for entry in lost if entry.new.uid not in self._told)})
             lineage_record.evict(session, gone, tier=CAPTURED, node=self._holder)
         self._parts.begin(

@@ -161,8 +161,8 @@ class Parts:
             if (uid in said.near) == (uid in self._near):  # else it was passed on meanwhile, which has to be told
                 self._wishes.pop(uid, None)
         wanted: dict[str, bool] = {}
-        for uid in heard.wanted:
-            is_near, rank = uid in heard.near, self._unwritten.pop(uid, None)
+        for uid, is_near in heard.wanted.items():
+            rank = self._unwritten.pop(uid, None)
             if rank is not None and is_near:
                 self._near[uid] = rank
             if rank is not None or (not is_near and self._near.pop(uid, None) is not None):

@@ -5,6 +5,5 @@ from datastates.transport.clone.groups import Group
 
 from .groups import MPIGroup, SoloGroup, TorchGroup
 from .newest import latest
-from .way import reach
 
-__all__ = ["Group", "MPIGroup", "SoloGroup", "TorchGroup", "find", "latest", "reach", "using"]
+__all__ = ["Group", "MPIGroup", "SoloGroup", "TorchGroup", "find", "latest", "using"]

@@ -34,7 +34,6 @@ from datastates.transport.clone.groups import SoloGroup
 from datastates.upkeep.keeper import keep
 from datastates.upkeep.retention import KEY
 
-from .nodes import found, join
 from .outset import Outset, check_origin, origin_of, set_out, stand
 from .replicas import check_replicas
 from .succession import claim, enter, take_over
@@ -144,9 +143,7 @@ def follow(core: Core, objects: Mapping[str, object], plain: dict[str, object], 
                 built.append(_training(core, objects, plain, terms, cadence, origin, job))
             training = built[0]
             ranks.same(_layout(training))
-            node = found(ranks)
             with ranks.united("restore its part"):
-                join(core, node)
                 _put_back(training, terms, origin)
             if terms.is_checking:
                 check_replicas(training)

@@ -109,15 +109,12 @@ def record_part(session: Session, new: NewState, *, rank: int, reduce: Reduce = 
 
 
 def record_parts(session: Session, told: Sequence[Telling]) -> None:
-    """``record_part`` for several parts at once, of one state or of many, of one rank or of all ranks of a node."""
+    """``record_part`` for several parts in one transaction."""
     for each in told:
         _check(each)
     _take_turns(session, {each.new.facts.branch for each in told})
     runs = _run_ids(session, {each.new.facts.run for each in told})
-    of_state: dict[str, list[Telling]] = {}
-    for each in told:
-        of_state.setdefault(each.new.uid, []).append(each)
-    _settle(session, [uid for uid, parts in of_state.items() if _tell(session, parts, runs)])
+    _settle(session, [each.new.uid for each in told if _tell(session, each, runs)])
 
 
 def skip_part(session: Session, facts: StateFacts, *, rank: int, why: Why, reason: str) -> None:
@@ -242,24 +239,21 @@ def _take_turns(session: Session, branches: Iterable[str | None]) -> None:
             session.execute(_LOCK, {"key": key})
 
 
-def _tell(session: Session, parts: Sequence[Telling], runs: Mapping[str | None, int | None]) -> bool:
-    """Note these parts of one state; returns whether they complete it."""
-    new = parts[0].new
-    size = new.facts.world_size
+def _tell(session: Session, told: Telling, runs: Mapping[str | None, int | None]) -> bool:
+    """Note a part; returns whether it completes its state."""
+    new, size = told.new, told.new.facts.world_size
     found: Any = session.execute(_TOLD, {"uid": new.uid}).one()
     if found.first is not None or found.whole is not None:
-        rows = session.execute(_THESE, {"uid": new.uid, "ranks": [each.rank for each in parts]}).all()
-        known = {row.rank: row for row in rows}
-        parts = [each for each in parts if not _was_told(each, known, found.whole)]
-    if found.first in WHYS or found.whole is not None or not parts:
+        rows = session.execute(_THESE, {"uid": new.uid, "of_rank": told.rank}).all()
+        if _was_told(told, {row.rank: row for row in rows}, found.whole):
+            return False
+    if found.first in WHYS or found.whole is not None:
         return False
     if size == 1:
         record(session, new)
         return False
-    for each in parts[1:]:
-        _check_alike(each, parts[0].rank, _common(parts[0]))
-    count = (found.count or 0) + len(parts)
-    made = [_row(each, runs) for each in parts]
+    count = (found.count or 0) + 1
+    made = [_row(told, runs)]
     if found.count is None:
         made.append({**made[0], "rank": _COUNTER, "world_size": count, "digest": "", "place": None, "said": None})
     else:
@@ -501,7 +495,7 @@ _FORGET_COUNT = delete(_part).where(*_is_counter)
 _first_rank = select(func.min(_part.c.rank)).where(*_parts_of_it).scalar_subquery()
 _THESE = (
     select(_part.c.rank, _part.c.world_size, _part.c.digest, _part.c.place)
-    .where(*_parts_of_it, or_(_part.c.rank.in_(bindparam("ranks", expanding=True)), _part.c.rank == _first_rank))
+    .where(*_parts_of_it, or_(_part.c.rank == bindparam("of_rank"), _part.c.rank == _first_rank))
     .order_by(_part.c.rank)
 )
 _FIRST = select(_part).where(*_parts_of_it, _part.c.rank == 0)

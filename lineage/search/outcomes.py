@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,7 @@ from datastates.lineage.states import GivenUp, State, Status, Why
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
 
-__all__ = ["Outcome", "outcomes", "outcomes_of", "statuses_of"]
+__all__ = ["Outcome", "outcomes", "statuses_of"]
 
 _BATCH = 500  # uids in one IN list
 
@@ -38,26 +38,16 @@ def outcomes(session: Session, asked: Mapping[str, int]) -> tuple[dict[str, Outc
 
     States that wait are in neither.
     """
-    found, forgotten = outcomes_of(session, asked.items())
-    return found, [uid for uid, _ in forgotten]
-
-
-def outcomes_of(session: Session, asked: Iterable[tuple[str, int]]) -> tuple[dict[str, Outcome], list[tuple[str, int]]]:
-    """``outcomes`` for several ranks at once; ``asked`` are uids and ranks."""
-    ranks: dict[str, set[int]] = {}
-    for uid, rank in asked:
-        ranks.setdefault(uid, set()).add(rank)
-    uids = list(ranks)
     found: dict[str, Outcome] = {}
-    forgotten: list[tuple[str, int]] = []
-    for batch in batches(uids, _BATCH):
+    forgotten: list[str] = []
+    for batch in batches(list(asked), _BATCH):
         ids = {row.uid: row.id for row in session.execute(_IDS, {"uids": batch})}
         whole = dict(zip(ids, states(session, list(ids.values())), strict=True)) if ids else {}
         digests = _digests(session, {parent for each in whole.values() for parent in each.parents})
-        own = _rows(session, _OWN, [uid for uid in batch if uid not in ids], ranks=set().union(*(ranks[uid] for uid in batch)))
-        told = {(row.state_uid, row.rank) for row in own if row.status not in WHYS}
-        untold = {uid: [rank for rank in sorted(ranks[uid]) if (uid, rank) not in told] for uid in batch if uid not in ids}
-        ends = {row.state_uid: row for row in _rows(session, _ENDS, [uid for uid, missing in untold.items() if missing])}
+        own = _rows(session, _OWN, [uid for uid in batch if uid not in ids], ranks={asked[uid] for uid in batch})
+        told = {row.state_uid for row in own if row.status not in WHYS and row.rank == asked[row.state_uid]}
+        untold = [uid for uid in batch if uid not in ids and uid not in told]
+        ends = {row.state_uid: row for row in _rows(session, _ENDS, untold)}
         for uid in batch:
             ended = ends.get(uid)
             if uid in whole:
@@ -66,8 +56,8 @@ def outcomes_of(session: Session, asked: Iterable[tuple[str, int]]) -> tuple[dic
             elif ended is not None:
                 reason = json.loads(ended.said)["reason"]
                 found[uid] = Outcome(uid, given_up=GivenUp(uid, ended.rank, Why(ended.status), reason))
-            else:
-                forgotten += [(uid, rank) for rank in untold[uid]]
+            elif uid not in told:
+                forgotten.append(uid)
     return found, forgotten
 
 

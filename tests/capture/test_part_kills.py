@@ -16,10 +16,9 @@ from datastates.errors import NotFound, Unavailable
 from datastates.lineage.change.parts import part_digests, waiting
 from datastates.lineage.states import Status
 from datastates.ranks import SoloGroup, latest
-from datastates.transport.session.desk import Place
 from tests.support.effort import seeds
 from tests.support.forge import Forge, forge
-from tests.support.part_deaths import STAGES, STAGES_OF_A_TELLER
+from tests.support.part_deaths import STAGES
 from tests.support.ranks import problems_of, ranks_of
 
 STEPS = 5
@@ -40,39 +39,12 @@ def expected(step: int) -> torch.Tensor:
 def test_a_rank_that_is_killed_leaves_whole_states_or_none(seed: int, tmp_path: Path, jobs: Forge, request: Any) -> None:
     choose = random.Random(seed)
     size, stage = choose.randint(2, 3), choose.choice((*STAGES, None))
-    see_whole_or_none(seed, tmp_path, jobs, request, size=size, stage=stage, dying=choose.randrange(size), at=choose.randint(1, STEPS))
-
-
-@pytest.mark.parametrize("seed", seeds(5, 100))
-def test_whoever_is_killed_where_one_tells_for_all_leaves_whole_states_or_none(
-    seed: int, tmp_path: Path, jobs: Forge, request: Any
-) -> None:
-    choose = random.Random(f"desk {seed}")
-    size, is_teller = choose.randint(2, 3), choose.random() < 0.7
-    stage = choose.choice(STAGES_OF_A_TELLER if is_teller else (*STAGES, None))
-    dying, at, desk = 0 if is_teller else choose.randrange(1, size), choose.randint(1, 2 * STEPS), Place.drawn()
-    given = (desk.name, desk.key.hex())
-    see_whole_or_none(seed, tmp_path, jobs, request, size=size, stage=stage, dying=dying, at=at, desk=given)
-
-
-def see_whole_or_none(
-    seed: int,
-    tmp_path: Path,
-    jobs: Forge,
-    request: Any,
-    *,
-    size: int,
-    stage: str | None,
-    dying: int,
-    at: int,
-    desk: tuple[str, str] | None = None,
-) -> None:
-    """Run a job of which a rank is killed at a stage; then all is whole or nowhere, and another job goes on."""
+    dying, at = choose.randrange(size), choose.randint(1, STEPS)
     url, packs = str(tmp_path / "runs"), None
     if seed % 2:
         url, packs = request.getfixturevalue("postgresql").migrated(), str(tmp_path / "packs")
     datastates.open(url, packs=packs).close()
-    options = {"url": url, "packs": packs, "size": size, "steps": STEPS, "seed": seed, "at": at, "desk": desk}
+    options = {"url": url, "packs": packs, "size": size, "steps": STEPS, "seed": seed, "at": at}
     running = [jobs.start(JOB, rank=rank, stage=stage if rank == dying else None, **options) for rank in range(size)]
     said = [job.say() for job in running]
     codes = [job.wait() for job in running]

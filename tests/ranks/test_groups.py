@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import tempfile
+from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 
 import datastates
-from datastates.errors import NotFound, Unavailable
+from datastates import ranks
+from datastates.errors import InvalidInput, NotFound, Unavailable
 from datastates.ranks import groups
 from datastates.ranks.groups import MPIGroup, SoloGroup, TorchGroup
 from tests.support.jobs import Kind, Say, need_mpi, run
@@ -118,3 +120,9 @@ def test_alone_there_is_nobody_to_broadcast_to(tmp_path: object) -> None:
             assert group.broadcast(repo, "main") is None
             with pytest.raises(NotFound):
                 group.broadcast(repo, "nowhere")
+
+
+def test_what_is_no_group_is_refused_by_name() -> None:
+    number: Any = 3
+    with pytest.raises(InvalidInput, match=r"group is 3: give a datastates\.ranks\.TorchGroup"), ranks.using(number):
+        pass

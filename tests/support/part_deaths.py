@@ -14,18 +14,14 @@ from datastates.capture.pipeline import Pipeline
 from datastates.config import Config
 from datastates.errors import Unavailable
 from datastates.lineage.change.parts import record_parts
-from datastates.modules import telling
+from datastates.modules import journal, telling
 from datastates.modules.journal import Journal
 from datastates.modules.record import Record
-from datastates.modules.telling import Teller
-from datastates.transport.session import desk as desk_module
-from datastates.transport.session.desk import Place
 from tests.support.ranks import Rank
 
-__all__ = ["STAGES", "STAGES_OF_A_TELLER", "rank_of"]
+__all__ = ["STAGES", "rank_of"]
 
-STAGES = ("copied", "entered", "within", "told", "heard", "pack-renamed", "manifest-renamed", "marked-durable")
-STAGES_OF_A_TELLER = ("taken", "within", "committed", "answered")
+STAGES = ("copied", "entered", "within", "committed", "told", "heard", "pack-renamed", "manifest-renamed", "marked-durable")
 
 _ENDS_AFTER_S = 90.0
 """A rank that hangs ends by itself, with the stacks of all its threads."""
@@ -74,20 +70,14 @@ def rank_of(
     stage: str | None,
     at: int,
     say: Callable[..., object],
-    desk: tuple[str, str] | None = None,
 ) -> None:
-    """A rank of job ``job-SEED``; it says a line for each of its captures: ``whole`` or ``none``, uid and step.
-
-    With a ``desk`` (its name, and its key in hex) rank 0 tells for all.
-    """
+    """A rank of job ``job-SEED``; it says a line for each of its captures: ``whole`` or ``none``, uid and step."""
     faulthandler.dump_traceback_later(_ENDS_AFTER_S, exit=True)
     choose, death = random.Random(f"{seed}/{rank}"), Death(stage, at)
     Pipeline.enter = death.before("copied", Pipeline.enter)  # type: ignore[method-assign]  # this process ends with the test
     Record.process_all = death.before("entered", Record.process_all)  # type: ignore[method-assign]  # likewise
     telling.__dict__["record_parts"] = death.after("within", record_parts)
-    Teller._transact = death.before("taken", Teller._transact)  # type: ignore[method-assign]  # likewise
-    Teller._transact = death.after("committed", Teller._transact)  # type: ignore[method-assign]  # likewise
-    Teller._tell_all = death.after("answered", Teller._tell_all)  # type: ignore[method-assign]  # likewise
+    journal.__dict__["report"] = death.after("committed", telling.report)
     Journal._heed = death.before("told", Journal._heed)  # type: ignore[method-assign]  # likewise
     Journal._heed = death.after("heard", Journal._heed)  # type: ignore[method-assign]  # likewise
     config = Config(
@@ -96,10 +86,6 @@ def rank_of(
     with datastates.open(url, packs=packs, config=config) as repo:
         captured = []
         it = Rank(repo, Part(rank, size, f"job-{seed}"))
-        if desk is not None:
-            name, key = desk
-            desk_module.RETRY_S = 0.0  # the others may come before rank 0 has opened it
-            repo.core.host().join(Place(name, bytes.fromhex(key)), seats=size, is_first=rank == 0)
         for _ in range(steps):
             for _ in range(choose.choice((0, 10, 3000))):
                 os.sched_yield()
