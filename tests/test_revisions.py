@@ -66,7 +66,6 @@ def entries() -> Iterator[tuple[str, str]]:
         for each in inspect.signature(function).parameters.values():
             if each.name in REVISIONS or "State" in str(each.annotation).replace("StateFacts", ""):
                 yield f"{name}({each.name})", str(each.annotation)
-    yield "Repository.merge(base)", "str | State"  # one of the options of a method
 
 
 ENTRIES = dict(entries())
@@ -208,7 +207,6 @@ CALLS: dict[str, Callable[[World, Any], object]] = {
     "Repository.graph(rev)": lambda world, rev: sorted(world.repo.graph(rev)),
     "Repository.load(rev)": lambda world, rev: world.repo.load(rev)["model"]["weight"].tolist(),
     "Repository.log(rev)": lambda world, rev: [state.uid for state in world.repo.log(rev)],
-    "Repository.merge(base)": lambda world, rev: world.repo.merge(["main~1", "main"], method="ties", base=rev).attributes["merge.base"],
     "Repository.merge(revs)": lambda world, rev: world.repo.merge([rev, "main"]).parents,
     "Repository.move(expected)": lambda world, rev: world.move(None, rev),
     "Repository.move(rev)": lambda world, rev: world.move(rev, None),
