@@ -73,26 +73,20 @@ def main(folder: Path, settings: Settings) -> None:
     }
     loaders = {name: DataLoader(part, batch_size=16, shuffle=name == "train") for name, part in parts.items()}
 
-    def evaluate(tree: Any) -> float:
-        tuned = Tuning(classifier, lr=0.0, seed=0)
-        tuned.load_state_dict(tree["model"])
-        with torch.no_grad():
-            return data.accuracy(classifier.eval()(*data.inputs(data.validation)), data.validation)
-
     with datastates.open(folder) as repo:
         fit(Tuning(classifier, lr=1e-2, seed=0, is_head=True), loaders, 2, DatastatesCallback(repo, branch="head"))
         for seed in SEEDS:
             callback = DatastatesCallback(repo, branch=f"seed-{seed}", start="head", only="model", keep_best="val_accuracy:max")
             fit(Tuning(classifier, lr=5e-4, seed=seed), loaders, 1, callback)
         bests = [repo.state(f"seed-{seed}@best:val_accuracy:max") for seed in SEEDS]
-        soup = repo.merge(bests, method="greedy", evaluate=evaluate, better="higher", rest="drop", into="soup")
+        soup = repo.merge(bests, method="mean", rest="drop", into="soup")
         for seed, best in zip(SEEDS, bests, strict=True):
             sys.stdout.write(f"seed {seed}: best at step {best.step}, validation {best.metrics['val_accuracy']:.3f}\n")
         with repo.serve("tcp://127.0.0.1:0") as server, datastates.connect(server.url) as peer:
             torch.nn.init.zeros_(classifier.head.weight)
-            served = Tuning(classifier, lr=0.0, seed=0)
-            peer.clone("soup", into={"model": served})
-        accuracy = evaluate({"model": served.state_dict()})
+            peer.clone("soup", into={"model": Tuning(classifier, lr=0.0, seed=0)})
+        with torch.no_grad():
+            accuracy = data.accuracy(classifier.eval()(*data.inputs(data.validation)), data.validation)
         sys.stdout.write(f"soup of {len(soup.parents)}, served and cloned: validation {accuracy:.3f}\n")
 
 

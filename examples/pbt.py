@@ -1,36 +1,41 @@
-"""Population-based training: learning rates and dropout that change while the networks train, against the same budget without copying.
+"""Population-based training on top of studies, against the same budget without copies.
 
 python examples/pbt.py [FOLDER] [SAMPLES] [MEMBERS] [ROUNDS] [EPOCHS]
 
-Each member trains a round of EPOCHS epochs; then the worst quarter goes on from copies of the best, with rates that are changed a little.
-Both searches begin with the same members. Start it again and it goes on where it stopped.
+Some members train side by side, in rounds of EPOCHS epochs. After a round the worst quarter continue from forks of the best quarter, with a
+changed learning rate and dropout (Jaderberg et al., 2017). A member in a round is a variant of one study. Its parent is the variant that it
+continues, so the lineage shows which member came from which. Start it again and it goes on where it stopped.
 """
 
 from __future__ import annotations
 
+import math
+import random
 import sys
+from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
+from fashion import load
 from rich.console import Console
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import datastates
-from datastates.demo.images import load
-from datastates.workflows import Distribution, Job, LogUniform, Population, Uniform, population, reconfigure
+from datastates.lineage.states import Value
+from datastates.workflows import Choice, Distribution, Exploration, Job, LogUniform, Plan, Uniform, explore, sample
 
-SEARCH: dict[str, Distribution] = {"lr": LogUniform(1e-4, 1.0), "dropout": Uniform(0.0, 0.6)}
+SEARCH: dict[str, Distribution] = {"lr": LogUniform(1e-4, 1.0), "dropout": Uniform(0.0, 0.6), "seed": Choice(range(2**31))}
 
 
-def build(pixels: int, dropout: float = 0.0) -> tuple[nn.Sequential, torch.optim.Optimizer]:
+def build(pixels: int, lr: float = 1e-3, dropout: float = 0.0) -> tuple[nn.Sequential, torch.optim.Optimizer]:
     """A small classifier and what trains it."""
     model = nn.Sequential(nn.Flatten(), nn.Linear(pixels, 128), nn.ReLU(), nn.Dropout(dropout), nn.Linear(128, 10))
-    return model, torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+    return model, torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
 
 
 def one_epoch(model: nn.Module, optimizer: torch.optim.Optimizer, images: Tensor, labels: Tensor) -> None:
     """Every picture once, in an order that the captured random generator draws."""
-    model.train()
     for rows in torch.randperm(len(images)).split(64):
         optimizer.zero_grad()
         F.cross_entropy(model(images[rows]), labels[rows]).backward()
@@ -38,38 +43,53 @@ def one_epoch(model: nn.Module, optimizer: torch.optim.Optimizer, images: Tensor
 
 
 def train(job: Job) -> None:
-    """One round of one member; its worker puts it where it, or the member that it copies, stood."""
+    """One round of one member, in a worker."""
     images, labels, _ = load(int(job.config["samples"] or 0))
     known, unseen = torch.tensor(job.train), torch.tensor(job.validation)
-    model, optimizer = build(images[0].numel(), float(job.config["dropout"] or 0))
-    job.track(model=model, optimizer=optimizer)
-    reconfigure(job, optimizer)  # the restored optimizer has the rate of whom it comes from
+    model, optimizer = build(images[0].numel(), float(job.config["lr"] or 0), float(job.config["dropout"] or 0))
+    job.track(model=model, optimizer=optimizer)  # restored from the parent, but for the learning rate
     for _ in job.epochs():
         one_epoch(model, optimizer, images[known], labels[known])
         model.eval()
         with torch.no_grad():
-            output = model(images[unseen])
-        accuracy = (output.argmax(1) == labels[unseen]).float().mean()
-        job.report(val_loss=F.cross_entropy(output, labels[unseen]).item(), val_accuracy=accuracy.item())
+            loss = F.cross_entropy(model(images[unseen]), labels[unseen])
+        model.train()
+        job.report(val_loss=loss.item())
 
 
-def search(repo: datastates.Repository, study: str, exploit: float, *, samples: int, members: int, rounds: int, epochs: int) -> Population:
-    """A fifth of the data is held out, and says who is best."""
-    held = samples // 5
-    return population(
-        repo,
-        "main",
-        train,
-        study=study,
-        search=SEARCH,
-        metric="val_loss",
-        members=members,
-        rounds=rounds,
-        epochs_per_round=epochs,
-        exploit=exploit,
-        config={"samples": samples},
-        data={"subsets": {"held": range(held), "rest": range(held, samples)}, "train": ["rest"], "validation": ["held"]},
-    )
+def perturbed(config: Mapping[str, Value], source: random.Random) -> dict[str, Value]:
+    """What a copy changes: a learning rate and a dropout near those of the member that it copies, and a seed of its own."""
+    rate = float(config["lr"] or 0) * source.choice((0.8, 1.25))
+    dropout = float(config["dropout"] or 0) + source.choice((-0.06, 0.06))
+    return {"lr": rate, "dropout": min(max(dropout, 0.0), 0.6), "seed": source.getrandbits(31)}
+
+
+def with_next_round(plan: Plan, report: Exploration, number: int, members: int, copies: int) -> Plan:
+    """The plan with another round. It depends only on the losses in the lineage, so a repeated call gives the same plan."""
+    last = plan.variants[-members:]
+    losses = {each.name: report[each.name].metrics["val_loss"] for each in last}
+    ranking = sorted(losses, key=lambda name: math.inf if math.isnan(losses[name]) else losses[name])
+    best, worst = ranking[:copies], ranking[members - copies :]
+    added = []
+    for index, member in enumerate(last, 1):
+        source = random.Random(f"{number}/{index}")
+        parent = source.choice(best) if member.name in worst else member.name
+        changes = perturbed(plan.config(parent), source) if member.name in worst else {}
+        added.append(replace(member, name=f"r{number}/m{index}", parent=parent, config=changes))
+    return replace(plan, variants=(*plan.variants, *added))
+
+
+def search(repo: datastates.Repository, study: str, copies: int, *, samples: int, members: int, rounds: int, epochs: int) -> Exploration:
+    """All rounds of a population. A fifth of the data is held out, and says which members are best."""
+    subsets = {"held": range(samples // 5), "rest": range(samples // 5, samples)}
+    plan = sample(SEARCH, members, seed=0, epochs=epochs, subsets=subsets, train=["rest"], validation=["held"])
+    plan = replace(plan, variants=tuple(replace(each, name=f"r1/m{index}") for index, each in enumerate(plan.variants, 1)))
+    for number in range(1, rounds + 1):
+        report = explore(repo, "main", plan, train, study=study, config={"samples": samples})
+        if not report:
+            sys.exit(f"{report.table()}\n{report.errors}")
+        plan = with_next_round(plan, report, number + 1, members, copies)
+    return report
 
 
 def main(folder: str, count: int, members: int, rounds: int, epochs: int) -> None:
@@ -86,16 +106,12 @@ def main(folder: str, count: int, members: int, rounds: int, epochs: int) -> Non
         with repo.track(model=model, optimizer=optimizer) as run:
             if run.head is None:
                 run.capture(step=0, message="untrained")
-
-        evolved = search(repo, "pbt", 0.25, **size)
-        alone = search(repo, "alone", 0.0, **size)
-
-        console.print(evolved.table(), evolved.picture(), "")
+        evolved, alone = search(repo, "pbt", max(1, members // 4), **size), search(repo, "alone", 0, **size)
+        console.print(evolved.table())
         for found in (evolved, alone):
-            best = found.best
-            rates = " -> ".join(f"{step.config['lr']:.2g}" for step in found.path(best))
-            accuracy = "" if best.state is None else f", accuracy {best.state.metrics['val_accuracy']:.3f}"
-            console.print(f"{found.study}: best {best.variant}, validation loss {best.value:.4f}{accuracy}; learning rates {rates}")
+            best = found.best("val_loss")
+            rates = " -> ".join(f"{found.plan.config(step.name)['lr']:.2g}" for step in found.plan.path(best.variant))
+            console.print(f"{found.study}: best {best.variant}, validation loss {best.metrics['val_loss']:.4f}; learning rates {rates}")
 
 
 if __name__ == "__main__":

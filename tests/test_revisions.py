@@ -24,7 +24,7 @@ import datastates.workflows
 from datastates import Config, InvalidInput, Peer, Repository, State
 from datastates.api import Client
 from datastates.ranks.groups import SoloGroup
-from datastates.workflows import Plan, SerialExecutor, Uniform, Variant
+from datastates.workflows import Plan, SerialExecutor, Variant
 
 REVISIONS = {"rev", "revs", "start", "old", "new", "expected", "branches", "heads", "around", "base", "good", "bad"}
 """What our functions call a revision, or several."""
@@ -66,7 +66,6 @@ def entries() -> Iterator[tuple[str, str]]:
         for each in inspect.signature(function).parameters.values():
             if each.name in REVISIONS or "State" in str(each.annotation).replace("StateFacts", ""):
                 yield f"{name}({each.name})", str(each.annotation)
-    yield "Repository.merge(base)", "str | State"  # one of the options of a method
 
 
 ENTRIES = dict(entries())
@@ -136,12 +135,6 @@ class World:
         plan = Plan((Variant("only", None, 1),), {}, ())
         return datastates.workflows.explore(self.repo, rev, plan, train, SerialExecutor(), study=self.fresh(), progress=False).start.uid
 
-    def population(self, rev: Any) -> str:
-        told: Any = {"study": self.fresh(), "search": {"rate": Uniform(0.1, 0.2)}, "metric": "loss", "progress": False}
-        return datastates.workflows.population(
-            self.repo, rev, train, executor=SerialExecutor(), members=1, rounds=1, exploit=0, **told
-        ).start.uid
-
     def outliers(self, branches: Any) -> list[str]:
         found = datastates.workflows.outliers(
             self.repo, branches, model=Weight(), loss=lambda model, indices: torch.arange(len(indices)), count=4, noise_rate=0.25,
@@ -208,7 +201,6 @@ CALLS: dict[str, Callable[[World, Any], object]] = {
     "Repository.graph(rev)": lambda world, rev: sorted(world.repo.graph(rev)),
     "Repository.load(rev)": lambda world, rev: world.repo.load(rev)["model"]["weight"].tolist(),
     "Repository.log(rev)": lambda world, rev: [state.uid for state in world.repo.log(rev)],
-    "Repository.merge(base)": lambda world, rev: world.repo.merge(["main~1", "main"], method="ties", base=rev).attributes["merge.base"],
     "Repository.merge(revs)": lambda world, rev: world.repo.merge([rev, "main"]).parents,
     "Repository.move(expected)": lambda world, rev: world.move(None, rev),
     "Repository.move(rev)": lambda world, rev: world.move(rev, None),
@@ -230,7 +222,6 @@ CALLS: dict[str, Callable[[World, Any], object]] = {
     ),
     "load(rev)": lambda world, rev: datastates.load(rev, repo=world.repo)["model"]["weight"].tolist(),
     "outliers(branches)": lambda world, rev: (world.outliers([rev]), world.outliers(rev)),
-    "population(start)": World.population,
     "save(start)": World.saved,
     "prefix_epochs(rev)": lambda world, rev: datastates.workflows.prefix_epochs(world.repo, rev),
 }

@@ -285,6 +285,7 @@ CASES: dict[str, Callable[[World], Case]] = {
             "weights": [0.5, 0.5],
             "only": "model",
             "rest": "keep",
+            "decay": None,
             "into": None,
             "tag": None,
             "message": None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
 import torch
 
@@ -14,7 +14,6 @@ from datastates.content.check import tensors_of
 from datastates.content.digest import chunk_digest
 from datastates.content.geometry import dtype_of, rebuild
 from datastates.content.manifest import TensorSpec
-from datastates.content.tree import decode_skeleton, decode_values, unflatten
 from datastates.errors import Corrupt, InvalidInput, Unsupported
 from datastates.objects.model_state import FROZEN
 from datastates.objects.own_buffers import part_of
@@ -74,12 +73,11 @@ class Blend:
         self._stack = ExitStack()
         try:
             self._parents = [self._open(core, state) for state in states]
-            self._base = None if recipe.base is None else self._open(core, core.state(recipe.base))
             selection = Selection(recipe.only)
             is_carved = recipe.rest == "drop" and recipe.only is not None
             self.carved = carve(self._parents[0].reader.manifest.content, _with_record(selection) if is_carved else None)
             self._combined = self._choose(selection)
-            for other in [*self._parents[1:], *([] if self._base is None else [self._base])]:
+            for other in self._parents[1:]:
                 self._check_fit(other, Selection(recipe.only))
         except BaseException:
             self.close()
@@ -96,13 +94,6 @@ class Blend:
         ]
         for _, index in sorted(stored):
             yield self.carved.specs[index], self._flat(index)
-
-    def tree(self) -> Any:
-        """The whole result as nested containers; the caller owns the tensors."""
-        made = {spec.path: rebuild(flat.clone(), spec) for spec, flat in self.tensors()}
-        specs = self.carved.specs
-        tensors = [made[spec.path if spec.alias is None else specs[spec.alias].path] for spec in specs]
-        return unflatten(decode_skeleton(self.carved.skeleton), decode_values(self.carved.values), tensors)
 
     def compare(self, reader: Reader, state: State) -> None:
         """Raise unless an open state is what the parents make.
@@ -145,8 +136,7 @@ class Blend:
         dtype = dtype_of(spec.dtype)
         real = dtype.to_real() if dtype.is_complex else dtype
         parts = [_aligned(flat, real), *(_aligned(parent.flat(spec.path, spec), real) for parent in self._parents[1:])]
-        base = None if self._base is None else _aligned(self._base.flat(spec.path, spec), real)
-        return combine(self.recipe, parts, base).view(torch.uint8)
+        return combine(self.recipe, parts).view(torch.uint8)
 
     # What is combined, and whether it can be
 

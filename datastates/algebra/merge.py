@@ -6,13 +6,11 @@ merge takes the memory of one state and, for a while, of a few tensors.
 
 from __future__ import annotations
 
-import math
 import secrets
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
-from functools import reduce
-from typing import TYPE_CHECKING, Any, Literal, TypedDict
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -25,8 +23,7 @@ from datastates.content.shards import cut, gaps
 from datastates.errors import Conflict, Corrupt, InvalidInput, NotFound, OverBudget, Unavailable
 from datastates.lineage.change import record
 from datastates.lineage.change import refs as lineage_refs
-from datastates.lineage.search import walk
-from datastates.lineage.states import Edge, RefKind, State, StateFacts, Value
+from datastates.lineage.states import Edge, EdgeKind, RefKind, State, StateFacts, Value
 from datastates.modules.digest import manifest_of
 from datastates.opening.core import Core
 from datastates.system.interrupts import undisturbed
@@ -37,19 +34,7 @@ from .recipes import Method, Recipe, plan_recipe, recipe_of
 if TYPE_CHECKING:
     from datastates.store.arena import Arena
 
-__all__ = ["MergeOptions", "Names", "merge", "verify_merge"]
-
-
-class MergeOptions(TypedDict, total=False):
-    """Options of single methods; see ``merge``."""
-
-    evaluate: Callable[[Any], float]
-    better: Literal["higher", "lower"]
-    decay: float
-    t: float
-    density: float
-    scale: float
-    base: str | State
+__all__ = ["Names", "merge", "verify_merge"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,26 +54,18 @@ def merge(
     weights: Sequence[float] | None,
     only: str | Sequence[str] | None,
     rest: str,
+    decay: float | None,
     names: Names,
-    options: MergeOptions,
 ) -> State:
     """See ``Repository.merge``."""
     states = _members(core, revs)
-    recipe = plan_recipe(method, len(states), weights=weights, only=only, rest=rest, options=dict(options))
+    recipe = plan_recipe(method, len(states), weights=weights, only=only, rest=rest, decay=decay)
     core.home.check_writable()
-    head = _check_names(core, names.into, names.tag, states if recipe.method is Method.GREEDY else [_first(states, recipe)], recipe)
-    notes: dict[str, Value] = {}
-    match recipe.method:
-        case Method.GREEDY:
-            goes_on = None if head is None else _GoesOn(str(names.into), head)
-            states, notes = _pick(core, states, recipe, options.get("evaluate"), options.get("better"), goes_on)
-            recipe = replace(recipe, weights=(1.0 / len(states),) * len(states))
-        case Method.EMA:
-            states = states[::-1]  # the newest is the first parent: its counters fit where the average stands
-        case Method.TIES:
-            recipe = replace(recipe, base=_base(core, states, options.get("base")).uid)
+    if recipe.method is Method.EMA:
+        states = states[::-1]  # the newest is the first parent: its counters fit where the average stands
+    _check_names(core, names.into, names.tag, states[0], recipe)
     with Blend(core, recipe, states) as blend:
-        made = _make(core, blend, into=names.into, message=names.message, attributes={**recipe.attributes(), **notes})
+        made = _make(core, blend, into=names.into, message=names.message, attributes=recipe.attributes())
     if names.tag is not None:
         with core.writing() as session:
             lineage_refs.tag(session, names.tag, made.uid)
@@ -132,15 +109,8 @@ def _members(core: Core, revs: Sequence[str | State]) -> list[State]:
     return states
 
 
-def _first(states: Sequence[State], recipe: Recipe) -> State:
-    """The first parent, of states in the order in which they were named."""
-    return states[-1 if recipe.method is Method.EMA else 0]
-
-
-def _check_names(core: Core, into: str | None, tag: str | None, firsts: Sequence[State], recipe: Recipe) -> str | None:
-    """Check before any work that the names can be given. The branch is at the first parent, which is one of ``firsts``; returns that
-    state's uid, or None if the branch is a new one.
-    """
+def _check_names(core: Core, into: str | None, tag: str | None, first: State, recipe: Recipe) -> None:
+    """Check before any work that the names can be given: the branch is a new one, or at the first parent."""
     for name in (each for each in (into, tag) if each is not None):
         lineage_refs.check_name(name)
     if into is not None and any(training.branch == into for training in core.trainings):
@@ -152,92 +122,11 @@ def _check_names(core: Core, into: str | None, tag: str | None, firsts: Sequence
     if tag in taken:
         raise Conflict(f"the name {tag!r} is taken by state {taken[str(tag)].state[:10]}: choose another tag")
     ref = taken.get(into or "")
-    if ref is None:
-        return None
-    if ref.kind is RefKind.BRANCH and any(ref.state == first.uid for first in firsts):
-        return ref.state
-    if recipe.method is Method.GREEDY:
-        raise Conflict(f"{into!r} is a {ref.kind} at {ref.state[:10]}, which is none of the states to merge: name a new branch")
-    raise Conflict(
-        f"{into!r} is a {ref.kind} at {ref.state[:10]}, and the first parent is {firsts[0].uid[:10]}: "
-        f"name the branch's head {'last' if recipe.method is Method.EMA else 'first'}, or a new branch"
-    )
-
-
-def _base(core: Core, states: Sequence[State], base: str | State | None) -> State:
-    if base is not None:
-        return core.state(base)
-    with core.reading() as session:
-
-        def meet(one: State | None, other: State | None) -> State | None:
-            return None if one is None or other is None else walk.merge_base(session, one.uid, other.uid)
-
-        found = reduce(meet, states[1:], next(iter(states), None))
-    if found is None:
-        raise InvalidInput("the states have no common ancestor to take their changes from: name one with base=")
-    return found
-
-
-# Greedy
-
-
-@dataclass(frozen=True, slots=True)
-class _GoesOn:
-    """The branch that the soup is to continue, and its head: the best member must be that state."""
-
-    branch: str
-    head: str
-
-
-def _pick(
-    core: Core,
-    states: Sequence[State],
-    recipe: Recipe,
-    evaluate: Callable[[Any], float] | None,
-    better: str | None,
-    goes_on: _GoesOn | None,
-) -> tuple[list[State], dict[str, Value]]:
-    """The members of the soup, the best one first: the next best is added each time unless it makes the soup worse.
-
-    :raises Conflict: a member is better than the head of the branch to continue; nothing is evaluated after that one.
-    """
-    if evaluate is None:
-        raise InvalidInput("method='greedy' needs evaluate=, a function of a state's tree that gives a number")
-    if better not in ("higher", "lower"):
-        raise InvalidInput(f"better={better!r}: say whether a 'higher' or a 'lower' value of evaluate is better")
-    sign = 1.0 if better == "higher" else -1.0
-    recipe = replace(recipe, rest="drop")  # nobody evaluates an optimizer
-    Blend(core, replace(recipe, weights=_even(states)), states).close()  # they fit together: checked before anything is evaluated
-
-    def score(members: Sequence[State]) -> float:
-        with Blend(core, replace(recipe, weights=_even(members)), members) as blend:
-            value = float(evaluate(blend.tree()))
-        if math.isnan(value):
-            raise InvalidInput(f"evaluate gave nan for {', '.join(member.uid[:10] for member in members)}: give a number for every state")
-        return sign * value
-
-    head = None if goes_on is None else goes_on.head
-    states = sorted(states, key=lambda state: state.uid != head)  # the head first, so that a better one is known for it at once
-    scores: dict[str, float] = {}
-    for state in states:
-        scores[state.uid] = score([state])
-        if goes_on is not None and scores[state.uid] > scores[goes_on.head]:
-            raise Conflict(
-                f"{goes_on.branch!r} is a branch at {goes_on.head[:10]}, for which evaluate gave {sign * scores[goes_on.head]:g}, and for "
-                f"{state.uid[:10]} it gave {sign * scores[state.uid]:g}: the soup goes on from the best state, so name a new branch"
-            )
-    ranked = sorted(states, key=lambda state: -scores[state.uid])
-    picked, best = ranked[:1], scores[ranked[0].uid]
-    for state in ranked[1:]:
-        found = score([*picked, state])
-        if found >= best:
-            picked, best = [*picked, state], found
-    notes: dict[str, Value] = {"merge.better": better, "merge.candidates": len(states)}
-    return picked, notes | {"merge.score": sign * best, "merge.best_member_score": sign * scores[ranked[0].uid]}
-
-
-def _even(states: Sequence[State]) -> tuple[float, ...]:
-    return (1.0 / len(states),) * len(states)
+    if ref is not None and (ref.kind is not RefKind.BRANCH or ref.state != first.uid):
+        raise Conflict(
+            f"{into!r} is a {ref.kind} at {ref.state[:10]}, and the first parent is {first.uid[:10]}: "
+            f"name the branch's head {'last' if recipe.method is Method.EMA else 'first'}, or a new branch"
+        )
 
 
 # What comes out
@@ -312,5 +201,5 @@ def _facts(blend: Blend, run: str | None, into: str | None, message: str | None,
         attributes=attributes,
         message=message,
         created_at=datetime.now(UTC),
-        edges=tuple(Edge(state.uid, recipe.kind, weight) for state, weight in zip(further, recipe.weights[1:], strict=True)),
+        edges=tuple(Edge(state.uid, EdgeKind.SOUP, weight) for state, weight in zip(further, recipe.weights[1:], strict=True)),
     )

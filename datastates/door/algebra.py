@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 from datastates import values
 from datastates.lineage.states import State
@@ -16,13 +16,20 @@ if TYPE_CHECKING:
     from datastates.algebra.blame import Blame
     from datastates.algebra.diff import Diff
     from datastates.algebra.ensemble import Ensemble
-    from datastates.algebra.merge import MergeOptions
     from datastates.lineage.show.comparison import Comparison
 
 
 from .opened import Opened
 
 __all__ = ["Algebra"]
+
+
+class MergeNames(TypedDict, total=False):
+    """The names of a merged state, and its message; see ``Repository.merge``."""
+
+    into: str | None
+    tag: str | None
+    message: str | None
 
 
 class Algebra(Opened):
@@ -142,10 +149,12 @@ class Algebra(Opened):
         weights=values.optional(values.several(values.number)),
         only=values.patterns,
         rest=values.string,
+        decay=values.optional(values.number),
         into=values.optional(values.string),
         tag=values.optional(values.string),
         message=values.optional(values.message),
     )
+    @values.unpacks(MergeNames, into=None, tag=None, message=None)
     def merge(
         self,
         revs: Sequence[str | State],
@@ -154,23 +163,15 @@ class Algebra(Opened):
         weights: Sequence[float] | None = None,
         only: str | Sequence[str] | None = "model",
         rest: str = "keep",
-        into: str | None = None,
-        tag: str | None = None,
-        message: str | None = None,
-        **options: Unpack[MergeOptions],
+        decay: float | None = None,
+        **names: Unpack[MergeNames],
     ) -> State:
         """Make a state whose floating-point tensors are combined from those of ``revs``, and whose parents they are.
 
             soup = repo.merge(["main~2", "main"], method="mean", into="soup")
 
         - ``mean``: weighted by ``weights``.
-        - ``greedy``: the mean of the members that help. ``evaluate(tree)`` returns a number for the objects that ``only`` selects, and
-          ``better`` says whether a ``"higher"`` or a ``"lower"`` number is better. The merge begins with the best member, and adds each
-          next best unless the number gets worse.
         - ``ema``: an exponential moving average by ``decay``, from the oldest of ``revs`` to the newest, which is the first parent.
-        - ``slerp``: the point ``t`` on the arc between two states on the sphere, tensor by tensor.
-        - ``ties``: takes each state's changes since ``base`` (None: the nearest common ancestor), and of these the largest ``density`` of
-          every tensor. The changes of the sign that wins are averaged by ``weights``, and added to ``base`` times ``scale``.
 
         Statistics of BatchNorm are averaged like weights.
 
@@ -179,18 +180,18 @@ class Algebra(Opened):
         :param weights: the members' shares, which sum to 1; None: equal shares.
         :param only: which tensors are combined. Integers, counters and everything else are the first parent's.
         :param rest: ``"drop"`` leaves out objects of which ``only`` selects nothing.
+        :param decay: for ``ema``: how much of the average each newer state leaves, from 0 to below 1.
         :param into: a branch: a new one, or one whose head is the first parent. It makes the state durable.
         :param tag: a tag, which makes the state durable too. With neither, the state stays in memory.
         :param message: a text for the state.
-        :param options: the options of the method.
         :raises InvalidInput: the states do not fit together (lists what does not), or an argument makes no sense.
         :raises Unavailable: the bytes of a parent are gone; names the nearest ancestor that has them.
         :raises Conflict: a name is taken, or the branch's head is not the first parent.
         """
         from datastates.algebra.merge import Names, merge
 
-        names = Names(into, tag, message)
-        return merge(self.core, revs, method=method, weights=weights, only=only, rest=rest, names=names, options=options)
+        given = Names(names["into"], names["tag"], names["message"])
+        return merge(self.core, revs, method=method, weights=weights, only=only, rest=rest, decay=decay, names=given)
 
     @values.takes(rev=values.revision)
     def verify_merge(self, rev: str | State) -> State:

@@ -133,9 +133,7 @@ def _chosen(core: Core, revs: Sequence[str], *, with_parents: bool) -> list[Stat
     chosen = {state.uid: state for state in map(core.state, revs)}
     for state in list(chosen.values()) if with_parents else ():
         if "merge.method" in state.attributes:
-            base = state.attributes.get("merge.base")
-            made_of = [*state.parents, *([] if base is None else [str(base)])]
-            chosen |= {uid: core.state(uid) for uid in made_of if uid not in chosen}
+            chosen |= {uid: core.state(uid) for uid in state.parents if uid not in chosen}
     return list(chosen.values())
 
 

@@ -19,7 +19,6 @@ from .plans.builders import (
     sample,
 )
 from .plans.plan import Plan, Variant
-from .population import Member, Perturb, Population, perturbed, population
 from .running.describe import describe
 from .running.executors import Processes, RayExecutor, SerialExecutor
 from .running.explorer import explore
@@ -35,11 +34,8 @@ __all__ = [
     "Exploration",
     "Job",
     "LogUniform",
-    "Member",
     "OutlierReport",
-    "Perturb",
     "Plan",
-    "Population",
     "Processes",
     "Progress",
     "RayExecutor",
@@ -60,8 +56,6 @@ __all__ = [
     "kfold",
     "leave_out",
     "outliers",
-    "perturbed",
-    "population",
     "prefix_epochs",
     "read_study",
     "reconfigure",

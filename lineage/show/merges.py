@@ -1,4 +1,4 @@
-"""Merged states: soups and other merges, with their parents and the weight of each."""
+"""Merged states, with their parents and the weight of each."""
 
 from __future__ import annotations
 
@@ -42,11 +42,7 @@ class Ingredient:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Merge:
-    """One merged state. ``method`` is that of ``Repository.merge``; ``refs`` are its names.
-
-    ``score`` is what the user's evaluation returned for a greedy soup, ``best_member_score`` what it returned for the best of its
-    ``candidates`` alone.
-    """
+    """One merged state. ``method`` is that of ``Repository.merge``; ``refs`` are its names."""
 
     state: str
     step: int
@@ -57,9 +53,6 @@ class Merge:
     message: str | None
     refs: tuple[str, ...]
     value: float | None
-    score: float | None
-    best_member_score: float | None
-    candidates: int | None
     parents: tuple[Ingredient, ...]
 
 
@@ -100,21 +93,17 @@ def _merge(state: State, parents: dict[str, State], origins: dict[str, str], ref
         for uid, weight in zip(state.parents, weights, strict=True)
         if uid in parents
     ]
-    said = state.attributes
-    candidates = said.get("merge.candidates")
+    method = state.attributes.get("merge.method")
     return Merge(
         state=state.uid,
         step=state.step,
         status=state.status,
         kind=next((edge.kind for edge in state.edges if edge.kind.value in _KINDS), EdgeKind.MERGE),
-        method=None if said.get("merge.method") is None else str(said["merge.method"]),
+        method=None if method is None else str(method),
         created_at=state.created_at,
         message=state.message,
         refs=tuple(refs),
         value=_value(state, metric),
-        score=_number(said.get("merge.score")),
-        best_member_score=_number(said.get("merge.best_member_score")),
-        candidates=int(candidates) if isinstance(candidates, int | float) else None,
         parents=tuple(members),
     )
 
@@ -132,11 +121,8 @@ def _weights(state: State) -> list[float | None]:
 
 
 def _value(state: State, metric: str | None) -> float | None:
-    return _number(state.metrics.get(metric or ""))
-
-
-def _number(value: object) -> float | None:
-    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
+    value = state.metrics.get(metric or "")
+    return value if value is not None and math.isfinite(value) else None
 
 
 def _by_uid(session: Session, uids: Sequence[str]) -> list[State]:

@@ -91,11 +91,9 @@ def test_wrong_questions_are_refused(client: TestClient, repo: Repository) -> No
 
 def test_soups_come_with_their_parents_and_weights(client: TestClient, repo: Repository) -> None:
     weighted = repo.merge(["main", "fork", "main~1"], weights=[0.5, 0.3, 0.2], message="three")
-    score = {repo.state("main").uid: 0.9, repo.state("fork").uid: 0.4}
-    repo.merge(["main", "fork"], method="greedy", evaluate=lambda tree: 1.0, better="higher")
+    average = repo.merge(["main", "fork"], method="ema", decay=0.5)
     found = client.get(f"{BASE}/merges", params={"metric": "loss"}).json()
-    assert score
-    greedy, three, both = found["items"]
+    ema, three, both = found["items"]
     assert (found["metric"], found["next"]) == ("loss", None)
     assert three["state"] == weighted.uid
     assert [(each["state"], each["branch"], each["weight"]) for each in three["parents"]] == [
@@ -106,10 +104,10 @@ def test_soups_come_with_their_parents_and_weights(client: TestClient, repo: Rep
     assert three["parents"][0]["value"] == repo.state("main").metrics["loss"]
     assert (three["method"], three["kind"], three["message"]) == ("mean", "soup", "three")
     assert (both["refs"], both["message"]) == (["best", "soup"], "both")
-    assert (greedy["method"], greedy["score"], greedy["best_member_score"], greedy["candidates"]) == ("greedy", 1.0, 1.0, 2)
+    assert (ema["state"], ema["method"], ema["parents"][0]["branch"]) == (average.uid, "ema", "fork")
     first = client.get(f"{BASE}/merges", params={"limit": 2}).json()
     rest = client.get(f"{BASE}/merges", params={"limit": 2, "after": first["next"]}).json()
-    assert [each["state"] for each in (*first["items"], *rest["items"])] == [greedy["state"], three["state"], both["state"]]
+    assert [each["state"] for each in (*first["items"], *rest["items"])] == [ema["state"], three["state"], both["state"]]
     assert rest["next"] is None
 
 

@@ -92,16 +92,6 @@ def test_without_parents_a_merge_comes_alone_and_says_what_it_lacks(repo: Reposi
         other.verify_merge("soup")
 
 
-def test_ties_bring_their_base(repo: Repository, other: Repository, tmp_path: Path) -> None:
-    member(repo, "main", 1.0)
-    for name in ("a", "b"):
-        member(repo, name, 5.0, start="main")
-    merged = repo.merge(["a", "b"], method="ties", tag="m")
-    export_bundle(repo, ["m"], tmp_path / "bundle", with_parents=True)
-    import_bundle(other, tmp_path / "bundle")
-    assert other.verify_merge("m").attributes["merge.base"] == repo.state("main").uid == merged.attributes["merge.base"]
-
-
 def test_what_is_imported_outlives_the_bundle_and_the_process(repo: Repository, tmp_path: Path) -> None:
     soup(repo)
     export_bundle(repo, ["soup", "a"], tmp_path / "bundle")

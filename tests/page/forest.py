@@ -88,7 +88,7 @@ def plant(repository: Repository, *, rounds: int = 3) -> Forest:
                     forest.grow(name, 11, lr=lr)
                 forest.grow("main", 16)
             forest.merge("main", names[:2])
-            forest.tag(f"round-{index}-merged", forest.heads["main"], "greedy soup")
+            forest.tag(f"round-{index}-merged", forest.heads["main"], "soup of two")
             forest.grow("main", 8, status=Status.LOST if index == 0 else Status.EVICTED)
         forest.grow("main", 6, status=Status.CAPTURED)
         return forest

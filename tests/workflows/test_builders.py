@@ -42,6 +42,11 @@ def test_grid_has_every_combination_once_named_by_its_values() -> None:
     assert (plan.subsets, plan.seen) == (ABC, ("a",))
 
 
+def test_a_text_is_one_subset_and_not_its_letters() -> None:
+    (variant,) = grid({"lr": [0.1]}, epochs=1, subsets={"ab": (0, 1), "c": (2,)}, train="ab", validation="c").variants
+    assert (variant.train, variant.validation) == (("ab",), ("c",))
+
+
 @pytest.mark.parametrize("values", [["a b", "c"], ["x" * 99, "y"], ["a/", "b"]])
 def test_grid_numbers_its_variants_where_values_cannot_be_names(values: list[str]) -> None:
     plan = grid({"text": values}, epochs=1)

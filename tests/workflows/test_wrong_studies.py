@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import datastates
 from datastates import DatastatesError, Repository, workflows
 from datastates.errors import InvalidInput
-from datastates.workflows import Job, Plan, SerialExecutor, Uniform, Variant
+from datastates.workflows import Job, Plan, SerialExecutor, Variant
 from datastates.workflows.running import record
 from tests.test_wrong_types import QUIET, WRONG, Hostile
 
@@ -45,29 +45,23 @@ class Case:
 
     def is_right(self, name: str, value: object) -> bool:
         """A function may do what it likes, and what a metric is called is known once it was reported."""
-        functions = ("train", "executor", "perturb", "stop", "loss", "on_progress")
+        functions = ("train", "executor", "stop", "loss", "on_progress")
         return callable(value) if name in functions else name == "metric" and isinstance(value, str)
 
 
-COMMON = {"config": {"lr": 0.5}, "retries": 0, "threads": 1, "share": None, "progress": False}
 CASES: dict[str, Callable[[Repository], Case]] = {
     "explore": lambda repo: Case(
         workflows.explore,
-        {"repo": repo, "start": "main", "plan": PLAN, "train": train, "executor": SerialExecutor(), "study": "s", "stop": None, **COMMON},
+        {
+            **{"repo": repo, "start": "main", "plan": PLAN, "train": train, "executor": SerialExecutor(), "study": "s", "stop": None},
+            **{"config": {"lr": 0.5}, "retries": 0, "threads": 1, "share": None, "progress": False},
+        },
     ),
     "outliers": lambda repo: Case(
         workflows.outliers,
         {
             **{"repo": repo, "branches": ["main"], "model": nn.Linear(1, 1), "loss": loss, "count": 4, "study": "s", "plan": PLAN},
             **{"subsets": SUBSETS, "states": 2, "noise_rate": 0.5, "name": "model", "batch": 2, "steps_per_epoch": 1, "on_progress": None},
-        },
-    ),
-    "population": lambda repo: Case(
-        workflows.population,
-        {
-            **{"repo": repo, "start": "main", "train": train, "study": "p", "search": {"lr": Uniform(0.1, 1.0)}, "metric": "loss"},
-            **{"mode": "min", "members": 2, "rounds": 1, "epochs_per_round": 1, "initial": (), "exploit": 0.25, "perturb": None, "seed": 0},
-            **{"executor": SerialExecutor(), "data": {"subsets": SUBSETS, "train": ["a"], "validation": ["b"], "seen": []}, **COMMON},
         },
     ),
     "prefix_epochs": lambda repo: Case(workflows.prefix_epochs, {"repo": repo, "rev": "main"}),
@@ -80,9 +74,6 @@ CASES: dict[str, Callable[[Repository], Case]] = {
 """A right call for each; each of its arguments is replaced in turn."""
 
 
-STUDYING = ("explore", "population")
-
-
 class _Begun(Exception):
     """A study would begin now."""
 
@@ -93,15 +84,14 @@ def _begin(*_: object) -> None:
 
 @pytest.fixture(scope="module")
 def repo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Repository]:
-    """A study ``s`` and a population ``p``, which are done."""
+    """A study ``s``, which is done."""
     torch.set_num_threads(1)
     logging.getLogger("datastates").setLevel(logging.CRITICAL)
     with datastates.open(tmp_path_factory.mktemp("wrong") / "runs", config=QUIET) as repo:
         with repo.track(model=nn.Linear(1, 1)) as run:
             run.capture().wait("durable")
-        for name in ("explore", "population"):
-            case = CASES[name](repo)
-            case.call(**case.arguments)
+        case = CASES["explore"](repo)
+        case.call(**case.arguments)
         yield repo
     logging.getLogger("datastates").setLevel(logging.NOTSET)
 
@@ -120,14 +110,14 @@ def test_a_wrong_argument_is_refused_by_an_error_of_ours_and_nothing_is_begun(
 ) -> None:
     """A study of another name is begun where all that is given is right: that is far enough."""
     failures, serial = [], itertools.count()
-    if name in STUDYING:
+    if name == "explore":
         monkeypatch.setattr(record, "tag_start", _begin)
     for parameter in CASES[name](repo).arguments:
         for value in WRONG:
             case = CASES[name](repo)
             if case.is_right(parameter, value):
                 continue
-            new = {"study": f"new-{next(serial)}"} if name in STUDYING else {}
+            new = {"study": f"new-{next(serial)}"} if name == "explore" else {}
             before = repo.refs()
             try:
                 case.call(**{**case.arguments, **new, parameter: value})
@@ -152,20 +142,6 @@ def test_a_recipe_that_makes_no_executor_begins_no_study(repo: Repository) -> No
     with pytest.raises(ZeroDivisionError):
         case.call(**{**case.arguments, "study": "unmade", "executor": lambda: 1 / 0})
     assert repo.refs() == before
-
-
-def test_a_text_is_one_subset_and_not_its_letters(repo: Repository) -> None:
-    case = CASES["population"](repo)
-    data = {"subsets": {"ab": (0, 1), "c": (2,)}, "train": "ab", "validation": "c"}
-    found = workflows.population(**{**case.arguments, "study": "lettered", "data": data})
-    assert [member.is_alive for member in found] == [True, True]
-
-
-def test_what_a_rule_of_exploring_gives_is_checked_before_anybody_goes_on_from_it(repo: Repository) -> None:
-    case = CASES["population"](repo)
-    rule = {"perturb": lambda config, search, source: {"lr": object()}, "rounds": 2, "study": "ruled"}
-    with pytest.raises(InvalidInput, match="the configuration from <lambda> has lr=an object"):
-        case.call(**{**case.arguments, **rule})
 
 
 def test_what_outliers_cannot_use_is_refused_before_anything_is_read(repo: Repository) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from typing import Any
 
@@ -41,7 +40,6 @@ CASES: dict[str, Case] = {
         workflows.leave_out,
         {"subsets": SUBSETS, "depth": 1, "epochs": 1, "fan_out": 2, "schedule": "flat", "seen": (), "always": ()},
     ),
-    "perturbed": (workflows.perturbed, {"config": {"lr": 0.5}, "search": {"lr": Uniform(0.1, 1.0)}, "source": random.Random(0)}),
     "repeat": (workflows.repeat, {"plan": PLAN, "seeds": 2}),
     "sample": (workflows.sample, {"distributions": {"lr": Uniform(0.1, 1.0)}, "count": 2, "seed": 0, "epochs": 1}),
     "work": (workflows.work, {"plan": PLAN, "prefix_epochs": 1.0}),
@@ -52,10 +50,7 @@ OTHERWISE = {
     "Distribution": "a protocol",
     "Exploration": "made by explore",
     "Job": "made for a train function; what it is given goes to Tracker.capture and Repository.track",
-    "Member": "made by population",
     "OutlierReport": "made by outliers",
-    "Perturb": "a type",
-    "Population": "made by population",
     "Processes": "starts processes",
     "Progress": "a choice",
     "RayExecutor": "needs Ray",

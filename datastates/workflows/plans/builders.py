@@ -20,13 +20,11 @@ from .plan import Plan, Variant, plan_of
 
 __all__ = [
     "Choice",
-    "Data",
     "Distribution",
     "LogUniform",
     "Schedule",
     "Uniform",
     "cut",
-    "distributions",
     "ensemble",
     "epochs_at",
     "grid",

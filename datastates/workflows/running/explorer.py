@@ -40,7 +40,7 @@ from .worker import Explorer, Share, Task, Train
 if TYPE_CHECKING:
     from datastates.repository import Repository
 
-__all__ = ["USUAL", "RunOptions", "explore"]
+__all__ = ["explore"]
 
 _logger = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ _GRACE_S = 3.0
 
 
 class RunOptions(TypedDict, total=False):
-    """The options for running plans; see ``explore``."""
+    """The other options of ``explore``; see there."""
 
     config: Mapping[str, Value] | None
     retries: int
@@ -57,10 +57,6 @@ class RunOptions(TypedDict, total=False):
     ranks: int
     share: str | None
     progress: bool
-
-
-USUAL = RunOptions(config=None, retries=1, threads=1, ranks=1, share=None, progress=True)
-"""The defaults."""
 
 
 @values.takes(
@@ -76,7 +72,7 @@ USUAL = RunOptions(config=None, retries=1, threads=1, ranks=1, share=None, progr
     share=values.optional(values.string),
     progress=values.flag,
 )
-@values.unpacks(RunOptions, **USUAL)
+@values.unpacks(RunOptions, config=None, retries=1, threads=1, ranks=1, share=None, progress=True)
 def explore(
     repo: Repository,
     start: str | State,
