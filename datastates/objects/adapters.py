@@ -20,12 +20,11 @@ from datastates.content.spread import local_of
 from datastates.content.tree import MOST_OBJECTS, expanded
 from datastates.errors import InvalidInput
 
-from .flattened import parameters_of, state_of_optimizer
 from .generators import is_generator, state_of
-from .model_state import FROZEN, ModelState, Seen
+from .model_state import FROZEN, ModelState, Seen, check_module_form
 from .names import Owner, canonical_name, join, parameter_names, split_wrappers
 from .optimizer_state import OptimizerState
-from .optimizers import CLASS, INNER, bare, check_optimizer_form, class_of, left_out, with_inner
+from .optimizers import INNER, check_optimizer_form, left_out, with_inner
 from .own_buffers import OWN_BUFFERS, OwnBuffers
 from .owned import Owned, is_own
 from .prepared import is_prepared, is_stateful, state_of_loader
@@ -51,6 +50,7 @@ class Adapted:
     Optimizers that torch runs inside backward are found on the parameters and tracked with their module.
 
     :raises InvalidInput: an object cannot be tracked; names it and says what can.
+    :raises Unsupported: a module or an optimizer keeps its state in a form that is not stored.
     """
 
     def __init__(self, objects: Mapping[str, object], *, gradients: bool = False, frozen: bool = True) -> None:
@@ -64,11 +64,6 @@ class Adapted:
         self._optimizer_states: dict[int, OptimizerState] = {}
         self.lasting: list[object] = []
         self.own_buffers: OwnBuffers | None = None
-        self._flattened = [model for _, model in self.models() if model.is_flattened]
-        if (gradients or not frozen) and self._flattened:
-            raise InvalidInput(
-                "parameters and gradients of a FullyShardedDataParallel lie flat: track it without gradients=True and frozen=False"
-            )
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -126,11 +121,6 @@ class Adapted:
 
     def _add_optimizer(self, out: dict[str, Any], optimizer: Optimizer, trees: Seen, labels: object) -> Optimizer:
         """Fill in the tree of an optimizer; returns the bare one."""
-        flattened = self.flattened_of(optimizer)
-        if flattened is not None:
-            found = bare(optimizer)
-            out.update({**state_of_optimizer(flattened.module, found), CLASS: class_of(found)})
-            return found
         state = self._optimizer_states.get(id(optimizer))
         if state is None:
             state = self._optimizer_states[id(optimizer)] = OptimizerState(optimizer)
@@ -160,14 +150,7 @@ class Adapted:
 
     def names_of(self, optimizer: Optimizer) -> list[list[str]]:
         """The name of each parameter of each group, in the form of ``tree``."""
-        flattened = self.flattened_of(optimizer)
-        if flattened is not None:
-            return parameters_of(flattened.module, bare(optimizer)) or []
         return self._names([(path, _by_id(model.tree())) for path, model in self.models()], optimizer)
-
-    def flattened_of(self, optimizer: Optimizer) -> ModelState | None:
-        """The tracked model whose parameters FSDP's first version flattened and this optimizer trains; None if there is none."""
-        return next((model for model in self._flattened if parameters_of(model.module, bare(optimizer)) is not None), None)
 
     def fenced(self) -> list[torch.Tensor]:
         """The live tensors that only a tracked optimizer changes: its parameters and the tensors of its state."""
@@ -305,6 +288,8 @@ def parts(objects: Mapping[Any, object], path: str = "", _above: tuple[object, .
 
 
 def _check_trackable(path: str, found: object) -> None:
+    if isinstance(found, nn.Module):
+        check_module_form(path, found)
     if isinstance(found, Optimizer):
         check_optimizer_form(path, found)
     kind = type(found).__name__

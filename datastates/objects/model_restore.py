@@ -13,7 +13,6 @@ from torch import nn
 from datastates.content.layouts import are_alike, is_wrapping, plain_tensors
 from datastates.errors import Corrupt, InvalidInput
 
-from .flattened import write_model
 from .locals import cut_for, lies_as
 from .model_state import ModelState, metadata_for
 from .names import join
@@ -36,7 +35,7 @@ def check_module(path: str, model: ModelState, stored: object, findings: Finding
     if not isinstance(stored, dict):
         findings.mismatched.append(Mismatch(path, describe(stored), type(model.module).__name__))
         return
-    live = model.known()
+    live = model.tree()
     raw_names = model.raw_names()
     chosen: dict[str, object] = {}
     ties = _ties(live)
@@ -45,7 +44,7 @@ def check_module(path: str, model: ModelState, stored: object, findings: Finding
         raise Corrupt(f"{path} has versions of modules in a form that no module wrote: restore another state")
     own_loading = OwnLoading(model.module)
     left = {*frozen.split("\n")} if isinstance(frozen, str) else set()
-    taken = set() if model.is_flattened else _taken(own_loading, live, stored, findings)
+    taken = _taken(own_loading, live, stored, findings)
     for name, target in live.items():
         here = join(path, name)
         if name in stored:
@@ -63,12 +62,7 @@ def check_module(path: str, model: ModelState, stored: object, findings: Finding
         for name, value in chosen.items():
             if name not in taken:
                 findings.overwrites(join(path, name), value, live[name], is_as_stored=not own_loading)
-        write = (
-            partial(write_model, model.module, chosen)
-            if model.is_flattened
-            else partial(_load, path, model.module, raw, targets, metadata, kept)
-        )
-        findings.writes.append(write)
+        findings.writes.append(partial(_load, path, model.module, raw, targets, metadata, kept))
 
 
 def check_gradients(path: str, model: ModelState, stored: object, findings: Findings) -> None:
@@ -76,7 +70,7 @@ def check_gradients(path: str, model: ModelState, stored: object, findings: Find
     if not isinstance(stored, dict):
         findings.mismatched.append(Mismatch(path, describe(stored), "gradients by parameter"))
         return
-    for name, parameter in model.known().items():
+    for name, parameter in model.tree().items():
         if not isinstance(parameter, nn.Parameter):
             continue
         here, gradient = join(path, name), stored.get(name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import sys
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -14,12 +15,11 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from datastates.content.layouts import is_storable
-from datastates.errors import InvalidInput
+from datastates.errors import InvalidInput, Unsupported
 
-from .flattened import check_flattened, is_flattened, state_of_model
 from .names import canonical_name, join
 
-__all__ = ["FROZEN", "MODES", "ModelState", "Seen", "metadata_for"]
+__all__ = ["FROZEN", "MODES", "ModelState", "Seen", "check_module_form", "metadata_for"]
 
 FROZEN = "frozen_parameters"
 """The top-level name of the names that a state leaves out, each on a line: ``frozen_parameters/<module>``."""
@@ -51,7 +51,6 @@ class ModelState:
         "_raw",
         "_raw_metadata",
         "_seen",
-        "is_flattened",
         "keys",
         "left_out",
         "module",
@@ -62,9 +61,6 @@ class ModelState:
 
     def __init__(self, path: str, module: nn.Module) -> None:
         self.path, self.module = path, module
-        self.is_flattened = is_flattened(module)
-        if self.is_flattened:
-            check_flattened(path, module)
         self._raw: tuple[str, ...] = ()
         self.keys: tuple[str, ...] = ()
         self._raw_metadata: Mapping[str, Any] | None = None
@@ -85,8 +81,6 @@ class ModelState:
 
         ``_metadata`` leaves out modules of version 1, which almost all are, because it is stored with every state.
 
-        If the model ``is_flattened``, this is collective, and the tensors of parameters are copies.
-
         :raises InvalidInput: a lazy module was not yet called.
         """
         if self._parts is not None and self._seen is not None and self._seen.is_still(_look(self._parts)) and self._is_made_by_torch():
@@ -97,7 +91,7 @@ class ModelState:
             self._parts = [part.__dict__ for part in self.module.modules()]
             self._kinds = frozenset(map(type, self.module.modules()))
             self._seen = _look(self._parts)
-        state: dict[str, object] = state_of_model(self.module) if self.is_flattened else self.module.state_dict(keep_vars=True)
+        state: dict[str, object] = self.module.state_dict(keep_vars=True)
         raw = tuple(state)
         if raw != self._raw:
             self._learn(raw, state)
@@ -157,10 +151,6 @@ class ModelState:
         if self.trained is not None:
             self.trained, self._kept_of = self.trained.union(names), None
 
-    def known(self) -> OrderedDict[str, object]:
-        """The ``tree`` for callers that need only names and forms: where ``tree`` is collective, the one that was made last."""
-        return self.whole if self.is_flattened and self.whole else self.tree()
-
     def _is_made_by_torch(self) -> bool:
         """Whether nobody has put a method of their own into a part, or into a class, since the last look."""
         parts = self._parts or ()
@@ -180,6 +170,19 @@ class ModelState:
             twice = next(key for key in keys if keys.count(key) > 1)
             raise InvalidInput(f"{self.path} has two entries named {twice!r} once wrappers are left out: track the wrapped module instead")
         self._raw, self.keys = raw, keys
+
+
+def check_module_form(path: str, module: nn.Module) -> None:
+    """Raise unless the module's state has an entry for each parameter.
+
+    :raises Unsupported: it is, or contains, a ``FullyShardedDataParallel``, whose parameters are flat.
+    """
+    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", None)
+    if kind is not None and any(isinstance(part, kind) for part in module.modules()):
+        raise Unsupported(
+            f"{path} is a model of FullyShardedDataParallel, which is not supported: shard it with torch.distributed.fsdp.fully_shard"
+            " instead"
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,9 +12,7 @@ from torch.optim import ASGD, LBFGS, Optimizer
 from datastates.content.layouts import are_alike
 from datastates.errors import InvalidInput
 
-from .flattened import load_flattened_optimizer
 from .locals import cut_for, on_all
-from .model_state import ModelState
 from .names import join, positional_name
 from .optimizer_state import is_plain, numbered, options_of
 from .optimizers import CLASS, bare, class_of
@@ -42,18 +40,16 @@ def check_optimizer(
     names: Names,
     stored: object,
     findings: Findings,
-    flattened: ModelState | None = None,
-    lost: Collection[object] = (),
+    lost: Collection[int] = (),
 ) -> None:
     """Find out what of ``stored`` fits, and note the writes that put it into ``optimizer``.
 
     Existing tensors that fit are overwritten; others are made with the dtype that the state has, and never cast as torch's
     ``load_state_dict`` does. Parameters are matched by name, or by order if nothing tracked names them. The state of another class of
-    optimizer never fits. ``flattened`` is the model of its parameters, if FSDP's first version flattened them: torch then divides the
-    state.
+    optimizer never fits.
 
-    The state of a parameter is restored completely or not at all. ``lost`` are the ids of parameters, or their names in a ``flattened``
-    model, that are not restored themselves: their state is left out.
+    The state of a parameter is restored completely or not at all. ``lost`` are the ids of parameters that are not restored themselves:
+    their state is left out.
     """
     if not (isinstance(stored, dict) and isinstance(stored.get("state"), dict) and isinstance(stored.get("param_groups"), list)):
         findings.mismatched.append(Mismatch(path, describe(stored), type(optimizer).__name__))
@@ -70,21 +66,19 @@ def check_optimizer(
     check = _Check(path, optimizer, names, stored, findings, lost)
     if not check.align_by_position():
         return
-    if flattened is not None:
-        check.lay_out_as(flattened.known())
-        check.as_a_whole(stored, partial(load_flattened_optimizer, flattened.module, optimizer, check.names, stored))
-    elif is_plain(optimizer):
+    if is_plain(optimizer):
         check.groups()
         check.state()
     else:
-        check.as_a_whole(stored, partial(_load_numbered, optimizer, check.names, stored))
+        check.as_a_whole()
 
 
 class _Check:
     """The check of one optimizer against one stored tree."""
 
-    def __init__(self, path: str, optimizer: Optimizer, names: Names, stored: Tree, findings: Findings, lost: Collection[object]) -> None:
+    def __init__(self, path: str, optimizer: Optimizer, names: Names, stored: Tree, findings: Findings, lost: Collection[int]) -> None:
         self.path, self.optimizer, self.names, self.findings, self.lost = path, optimizer, names, findings, lost
+        self.stored = stored
         self.stored_groups: list[dict[str, Any]] = stored["param_groups"]
         self.stored_state: dict[Any, Any] = stored["state"]
         self.stored_names: Names = [list(group["params"]) for group in self.stored_groups]
@@ -103,19 +97,9 @@ class _Check:
         self.names = self.stored_names
         return True
 
-    def lay_out_as(self, parameters: Tree) -> None:
-        """Note that a stored tensor of a parameter is laid out as the parameter is."""
-        for name, entry in self.stored_state.items():
-            parameter = parameters.get(name)
-            if not isinstance(entry, dict) or not isinstance(parameter, torch.Tensor):
-                continue
-            for key, value in entry.items():
-                if _lies_with(key, value, parameter):
-                    self.findings.made_like(value, parameter)
-
-    def as_a_whole(self, stored: Tree, load: Callable[[], None]) -> None:
-        """Leave the writing to ``load``, which takes the whole stored tree."""
-        leaves = leaf_paths(stored, self.path)
+    def as_a_whole(self) -> None:
+        """Leave the writing to the optimizer's own ``load_state_dict``, which takes the whole stored tree."""
+        leaves = leaf_paths(self.stored, self.path)
         known, there = _all(self.names), _all(self.stored_names)
         self.findings.missing += [self._state_path(name) for name in known if name not in there]
         self.findings.unexpected += [self._state_path(name) for name in there if name not in known]
@@ -126,7 +110,10 @@ class _Check:
                 self._note_lost(self.path)
             else:
                 self.findings.restored += leaves
-                self.findings.loads.append((self.path, load))
+                self.findings.loads.append((self.path, self._load))
+
+    def _load(self) -> None:
+        self.optimizer.load_state_dict(numbered(self.optimizer, self.names, self.stored))
 
     # --- parameter groups --------------------------------------------------------------------------------------------------
 
@@ -271,8 +258,7 @@ class _Check:
     # --- helpers -----------------------------------------------------------------------------------------------------------
 
     def _loses_some(self) -> bool:
-        parameters = (each for group in self.optimizer.param_groups for each in group["params"])  # of a flattened model, fewer than names
-        return any(name in self.lost for name in _all(self.names)) or any(id(each) in self.lost for each in parameters)
+        return any(id(each) in self.lost for group in self.optimizer.param_groups for each in group["params"])
 
     def _note_lost(self, path: str) -> None:
         self.findings.mismatched.append(Mismatch(path, "what belongs to other parameters", "parameters that are not restored"))
@@ -315,10 +301,6 @@ def set_option(group: dict[str, Any], key: str, stored: Any) -> None:
         group[key] = stored.item()
     else:
         group[key] = own(stored)
-
-
-def _load_numbered(optimizer: Optimizer, names: Names, stored: Tree) -> None:
-    optimizer.load_state_dict(numbered(optimizer, names, stored))
 
 
 def _all(rows: Names) -> dict[str, None]:

@@ -15,9 +15,8 @@ from torch.optim import Optimizer
 from datastates.content.spread import kinds
 
 from .model_state import Seen
-from .optimizers import CLASS, bare, class_of, is_zero
+from .optimizers import CLASS, bare, class_of
 from .report import own
-from .zero import ZeroState
 
 __all__ = ["OptimizerState", "is_plain", "numbered", "optimizer_tree", "options_of"]
 
@@ -30,11 +29,10 @@ class OptimizerState:
     in the same places, ``tree`` returns the very same ``state`` and names; the options of its groups are read every time.
     """
 
-    __slots__ = ("_class", "_labels", "_names", "_seen", "_state", "_trees", "_zero", "optimizer")
+    __slots__ = ("_class", "_labels", "_names", "_seen", "_state", "_trees", "optimizer")
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = bare(optimizer)
-        self._zero = ZeroState(self.optimizer) if is_zero(self.optimizer) else None
         self._seen: Seen | None = None
         self._trees: Seen | None = None
         self._labels: object = None
@@ -47,9 +45,6 @@ class OptimizerState:
 
         ``names()`` is called when the parameters change, or when the sources of names (``trees`` and ``labels``) change.
         """
-        if self._zero is not None:
-            self._names = names()
-            return _tree_of(self.optimizer, self._zero.entries(), self._names)
         seen = _look(self.optimizer)
         if seen is not None and self._is_as_it_was(seen, trees, labels):
             return {"state": self._state, "param_groups": _groups(self.optimizer, self._names), CLASS: self._class}
@@ -99,12 +94,9 @@ def optimizer_tree(optimizer: Optimizer, names: Names) -> dict[str, object]:
     """
     if not is_plain(optimizer):
         return {**_named(optimizer.state_dict(), names), CLASS: class_of(optimizer)}
-    return _tree_of(optimizer, optimizer.state, names)
-
-
-def _tree_of(optimizer: Optimizer, entries: Mapping[Any, Any], names: Names) -> dict[str, object]:
     rows = zip(optimizer.param_groups, names, strict=True)
     name_of = {id(parameter): name for group, row in rows for parameter, name in zip(group["params"], row, strict=True)}
+    entries: Mapping[Any, Any] = optimizer.state
     state: dict[object, object] = {}
     for key, entry in entries.items():
         name = name_of.get(id(key)) if isinstance(key, torch.Tensor) else key
@@ -132,8 +124,7 @@ def is_plain(optimizer: Optimizer) -> bool:
 def numbered(optimizer: Optimizer, names: Names, stored: Tree) -> dict[str, Any]:
     """A stored tree in the form that the optimizer's own ``load_state_dict`` takes; shares no memory with ``stored``."""
     tree: dict[str, Any] = own({key: value for key, value in stored.items() if key != CLASS})
-    form = Optimizer.state_dict(optimizer) if is_zero(optimizer) else optimizer.state_dict()  # the former's own asks all ranks first
-    number_of = _numbers_by_name(form, names)
+    number_of = _numbers_by_name(optimizer.state_dict(), names)
     if number_of is None:
         return tree
     tree["state"] = {number_of.get(key, key): entry for key, entry in tree["state"].items()}

@@ -12,22 +12,13 @@ from datastates.content.encoding import encoder_of
 from datastates.content.spread import is_spread
 from datastates.errors import InvalidInput, Unsupported
 
-__all__ = ["CLASS", "INNER", "bare", "check_optimizer_form", "class_of", "has_hooks", "is_zero", "left_out", "with_inner"]
+__all__ = ["CLASS", "INNER", "bare", "check_optimizer_form", "class_of", "has_hooks", "left_out", "with_inner"]
 
 CLASS = "optimizer_class"
 """The name under which an optimizer's tree records the class that made it."""
 
 INNER = "inner"
 """The name under which an optimizer's tree has those of the optimizers that it uses and leaves out of its own state, by attribute."""
-
-_ZERO = "torch.distributed.optim.zero_redundancy_optimizer"
-"""Looked up among what is already imported: an object of a class that nobody imported cannot exist."""
-
-
-def is_zero(optimizer: object) -> bool:
-    """Whether each rank keeps a part of its state: it is a ``ZeroRedundancyOptimizer``."""
-    kind = getattr(sys.modules.get(_ZERO), "ZeroRedundancyOptimizer", None)
-    return kind is not None and isinstance(optimizer, kind)
 
 
 def has_hooks(optimizer: Optimizer) -> bool:
@@ -70,8 +61,6 @@ def bare(optimizer: Optimizer) -> Optimizer:
 def class_of(optimizer: Optimizer) -> str:
     """The class of the state: torch's class if the optimizer derives from one, else its own name, with the class that it wraps."""
     optimizer = bare(optimizer)
-    if is_zero(optimizer):
-        return class_of(vars(optimizer)["optim"])
     kind = type(optimizer)
     base = next((each for each in kind.__mro__ if each.__module__.startswith("torch.optim.") and each is not Optimizer), None)
     if base is not None:
@@ -86,8 +75,14 @@ def check_optimizer_form(path: str, optimizer: Optimizer) -> None:
     Only those are known in advance that libraries in wide use have.
 
     :raises InvalidInput: it has no parameter groups or no state; says what to track instead.
-    :raises Unsupported: its state will hold objects that cannot be stored.
+    :raises Unsupported: its state will hold objects that cannot be stored, or this rank has only a part of its state.
     """
+    zero: Any = getattr(sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer"), "ZeroRedundancyOptimizer", None)
+    if zero is not None and any(isinstance(each, zero) for each in with_inner(optimizer)):
+        raise Unsupported(
+            f"{path} is a ZeroRedundancyOptimizer, which is not supported: shard the model with torch.distributed.fsdp.fully_shard, or use"
+            " a plain optimizer, such as torch.optim.AdamW"
+        )
     groups, name, made_in = getattr(optimizer, "param_groups", None), type(optimizer).__name__, type(optimizer).__module__
     if not isinstance(groups, list) or not isinstance(getattr(optimizer, "state", None), Mapping):
         others = [name for name, found in vars(optimizer).items() if isinstance(found, Optimizer)]

@@ -26,17 +26,15 @@ from .sources import (
     Kind,
     batch_size,
     data_within,
-    draws_as_it_begins,
-    handed_out_by,
     holds_begun_iterator,
     is_ordered_by_epoch,
     kind_of,
     length_of,
-    noting_begun,
     parts_of,
     progress_of,
     set_epoch,
     size_of,
+    wrapped_by,
 )
 
 __all__ = ["Pass", "fingerprint", "keeping_generators"]
@@ -81,20 +79,20 @@ class Pass:
         self._said = set() if said is None else said
         self._parts = parts_of(source)
         keepers = [part for part in self._parts if is_tracked(part)]
-        loaders = [source] if isinstance(source, DataLoader) else [part for part in self._parts if isinstance(part, DataLoader)]
-        self._loaders, self._loader = loaders, loaders[0] if loaders else None
-        self._kind = kind_of(source, keepers, loaders)
+        if not is_tracked(source):
+            _refuse_wrapper(source)
+        self._loader = source if isinstance(source, DataLoader) else None
+        self._kind = kind_of(source, keepers, self._loader)
         self._sampler = next((part for part in keepers if isinstance(part, PermutationSampler)), None)
         self._told = self._sampler if self._kind is Kind.AHEAD else None
         self._is_torchdata = any(type(part).__module__.startswith("torchdata.stateful_dataloader") for part in keepers)
-        self._kept_loaders = [part for part in keepers if isinstance(part, DataLoader) and not is_prepared(part)]
-        self._is_streamed = any(each.num_workers == 0 and isinstance(each.dataset, IterableDataset) for each in loaders)
-        self._is_fast_forwarded = self._is_torchdata and self._is_streamed and not any(has_state(each.dataset) for each in loaders)
-        self._drawing = [each for each in loaders if draws_as_it_begins(each)] if len(loaders) > 1 else []
-        self._wraps = not isinstance(source, DataLoader) and len(loaders) == 1
+        self._prepared: Any = source if is_prepared(source) else None
+        self._kept = self._loader if is_tracked(source) and self._prepared is None else None
+        stream = None if self._loader is None or self._loader.num_workers else self._loader.dataset
+        self._is_streamed = isinstance(stream, IterableDataset)
+        self._is_fast_forwarded = self._is_torchdata and self._is_streamed and not has_state(stream)
         self._length, self._size = length_of(source, self._parts), size_of(source, self._loader)
-        self._prepared = next((part for part in self._parts if is_prepared(part)), None)
-        self._watches = self._prepared is not None and reads_ahead(self._prepared) and self._prepared.num_workers == 0
+        self._watches = self._loader is not None and reads_ahead(source) and self._loader.num_workers == 0
         restored = set(map(id, data_within(tracked)))
         self._nested = [part for part in data_within([source]) if all(part is not other for other in self._parts)]
         self._untold = [part for part in (*self._parts, *self._nested) if id(part) not in restored]
@@ -105,14 +103,13 @@ class Pass:
         self._before_ahead: dict[str, object] | None = None
         self._is_drawing = self._has_drawn_order = False
         self._hidden: list[tuple[object, object]] = []
-        self._is_first = self._is_fresh = False
-        self._begun_at = 0
+        self._is_first = False
         self.batches = self.order = self.resumed_at = 0
         self.limit, self._is_checked = limit, is_checked
         self._prints: list[int | None] = []
         self._order: Iterator[Any] = iter(())
         self.is_over = self.is_left = self.is_outside = self.spans = self.is_noted = False
-        is_within = holds_begun_iterator(self._parts)
+        is_within = holds_begun_iterator(source)
         if is_within or (self._kind is Kind.ONCE and not isinstance(source, GeneratorType)):
             self._warn(
                 "an iterator",
@@ -176,12 +173,11 @@ class Pass:
         for part in self._parts:  # without another epoch, a stream of datasets would begin at the place that was restored
             if getattr(part, "_starting_state_dict", None):
                 part._starting_state_dict = None
-        self._look(is_fresh=True)
+        self._look()
         if self._prepared is not None:
             start_afresh(self._prepared)
         elif drop and self._is_torchdata:
-            for loader in self._kept_loaders or (self._source,):
-                iter(loader)  # the iterator that restoring made
+            iter(self._source)  # the iterator that restoring made
         if self._kind in _BEGUN_AGAIN or self._is_prepared_keeper:
             self._begin = self._snapshot()
         return self._counted(self._held())
@@ -196,7 +192,7 @@ class Pass:
         if epoch is not None:
             for part in self._untold:
                 set_epoch(part, epoch)
-        self._look(is_fresh=False)
+        self._look()
         if "replicas" in place:
             return self._divided(place, epoch)
         is_found, again = self._recount(place)
@@ -230,12 +226,10 @@ class Pass:
         if self._kind is Kind.ONCE:
             _logger.warning("run.steps is given a generator, whose place is not known: make it begin after batch %d", self.batches)
         with keeping_generators(self._tracked):
-            for loader in self._kept_loaders if is_here else ():
-                loader.load_state_dict(loader.state_dict())  # type: ignore[attr-defined]  # it is tracked
-            for loader in self._kept_loaders if self._wraps else ():
-                loader.state_dict()  # type: ignore[attr-defined]  # it makes its iterator, which a wrapper would do with the first batch
+            if self._kept is not None and is_here:
+                self._kept.load_state_dict(self._kept.state_dict())  # type: ignore[attr-defined]  # it is tracked
             iterator = self._held()
-        return self._counted(self._unseeded(iterator) if self._wraps and self._kind is Kind.KEEPS else iterator)
+        return self._counted(iterator)
 
     def _recount(self, place: Mapping[str, Any]) -> tuple[bool, int]:
         """Count the batches of a place in those of the present size. Returns whether the place is found again, and how many samples before
@@ -254,7 +248,7 @@ class Pass:
             self.batches, again = self._length, 0
         if isinstance(self._source, Batches):
             return self._source.epochs == 1, again
-        is_in_order = len(self._loaders) == 1 and batch_size(self._loader) > 0 and not (is_streamed and workers > 1)
+        is_in_order = batch_size(self._loader) > 0 and not (is_streamed and workers > 1)
         return is_in_order and self.is_like(place), again
 
     def is_like(self, place: Mapping[str, Any]) -> bool:
@@ -337,16 +331,12 @@ class Pass:
                 self._prints = [fingerprint(next(self._order, None)), fingerprint(batch)]  # now: the training may change the batch
             yield batch
         self.is_left = self.limit is not None and self.batches >= self.limit
-        told = None if self.is_left or not self._wraps else self._told
-        if told is not None and self._not_handed_out() >= batch_size(self._loader) * told.num_replicas:
-            self._doubt_batches()
 
-    def _look(self, *, is_fresh: bool) -> None:
+    def _look(self) -> None:
         """Note how far what is tracked has come, before anything of this pass is fetched."""
-        self._is_first, self._is_fresh = True, is_fresh
+        self._is_first = True
         others = self._tracked if self._kind is Kind.REPLAYED else ()
         self._hidden = [(part, progress_of(part)) for part in others if all(part is not own for own in self._parts)]
-        self._begun_at = 0 if self._sampler is None or self._sampler.is_at_end else self._sampler.position
 
     def _check_first(self) -> None:
         """Called with the first batch that was fetched."""
@@ -355,35 +345,9 @@ class Pass:
                 raise InvalidInput(
                     f"run.steps is given {type(self._source).__name__}, which draws from the tracked {type(part).__name__} unseen: a"
                     " training that goes on would skip twice what was used; do not track that (run.steps then finds the place again by"
-                    " itself), or keep the loader in an attribute named `loader`"
+                    " itself), or pass the loader itself to run.steps"
                 )
         self._hidden = []
-        if self._is_fresh and self._wraps and self._kind is Kind.KEEPS and self._has_read_ahead():
-            self._warn(
-                "reads ahead",
-                f"run.steps is given {type(self._source).__name__}, whose first batch took more than one of its tracked loader or sampler:"
-                " if it reads ahead, a training that goes on misses what it had read; do not track that (run.steps then finds the place"
-                " again by itself)",
-            )
-
-    def _has_read_ahead(self) -> bool:
-        for loader in self._kept_loaders:
-            return handed_out_by(loader) > 1
-        if self._sampler is None or not batch_size(self._loader):
-            return False
-        return self._sampler.position > self._begun_at + batch_size(self._loader) * self._sampler.num_replicas
-
-    def _not_handed_out(self) -> int:
-        assert self._told is not None
-        return self._told.length - int(self._told.state_dict()["position"])
-
-    def _doubt_batches(self) -> None:
-        self._warn(
-            "others",
-            f"run.steps is given {type(self._source).__name__}, which does not hand out the batches of its loader one by one: states within"
-            " an epoch have another place of the tracked PermutationSampler than the training; do not track it (run.steps then finds the"
-            " place again by itself)",
-        )
 
     def _warn(self, kind: str, text: str) -> None:
         if kind not in self._said:
@@ -394,49 +358,30 @@ class Pass:
     def _compares(self) -> bool:
         """Whether to look for random numbers that decide what is handed out, drawn in turns with those of the training."""
         is_read_again = self._kind is Kind.REPLAYED or self._is_fast_forwarded
-        return (self._is_streamed or bool(self._drawing)) and is_read_again and "in turns" not in self._said
+        return self._is_streamed and is_read_again and "in turns" not in self._said
 
     def _compared(self, iterator: Iterator[Any]) -> Iterator[Any]:
-        """The batches of a stream that is read in this process, or of several loaders; says so if both they and the training draw."""
+        """The batches of a stream that is read in this process; says so if both it and the training draw."""
         after: object = None
         is_drawn_between = self._is_fast_forwarded
         for count in itertools.count():
             is_looking = self._compares and count <= _LOOKS
             before = self._generators_now() if is_looking else None
-            with noting_begun(self._drawing if count and self._compares else ()) as begun:
-                batch = next(iterator, self)
+            batch = next(iterator, self)
             if batch is self:
                 return
             now = self._generators_now() if is_looking else None
             is_drawn_between |= is_looking and count > 0 and before != after
-            if is_drawn_between and (begun or (self._is_streamed and now != before)):
+            if is_drawn_between and now != before:
                 self._warn(
                     "in turns",
-                    f"run.steps is given {type(self._source).__name__}, whose loaders draw random numbers as they begin, one after the"
-                    " other, and the training draws in between: one that goes on within a pass gets another order; give each loader"
-                    " generator=torch.Generator()"
-                    if begun
-                    else "the dataset draws random numbers in this process, and so does the training: if they decide which samples come, as"
+                    "the dataset draws random numbers in this process, and so does the training: if they decide which samples come, as"
                     " those of a shuffle buffer do, a training that goes on within a pass gets other samples; give the loader a worker"
                     " (num_workers=1), or have the dataset draw from a torch.Generator of its own, in its attribute `generator`, and do not"
                     " track the loader",
                 )
             after = now
             yield batch
-
-    def _unseeded(self, iterator: Iterator[Any]) -> Iterator[Any]:
-        """The batches of a wrapper, which may make its loader's iterator with the first: the pass had drawn a seed for that as it began."""
-        loaders = [loader for loader in self._loaders if loader.generator is None]
-        for loader in loaders:
-            loader.generator = torch.Generator()
-        try:
-            first = next(iterator, self)
-        finally:
-            for loader in loaders:
-                loader.generator = None
-        if first is not self:
-            yield first
-            yield from iterator
 
     def _watched(self, iterator: Iterator[Any]) -> Iterator[Any]:
         """The batches of a loader that reads one ahead; if that draws random numbers, a resume must read the next one after the same
@@ -469,8 +414,6 @@ class Pass:
 
     def _hand_out(self) -> None:
         if self._told is not None:
-            if self._wraps and not self._not_handed_out():
-                self._doubt_batches()
             self._told.hand_out(batch_size(self._loader))
 
     def _held(self) -> Iterator[Any]:
@@ -624,6 +567,16 @@ class Pass:
     def _generators(self) -> list[tuple[int, torch.Generator]]:
         found = ((i, getattr(part, "generator", None)) for i, part in enumerate(self._parts))
         return [(i, generator) for i, generator in found if isinstance(generator, torch.Generator)]
+
+
+def _refuse_wrapper(source: object) -> None:
+    wrapped = wrapped_by(source)
+    if wrapped is not None:
+        name = type(wrapped).__name__
+        raise InvalidInput(
+            f"{type(source).__name__} wraps a {name}, whose place in the data would be lost: pass the {name} itself to run.steps, and wrap"
+            " what that returns, as in tqdm(run.steps(loader))"
+        )
 
 
 def fingerprint(batch: object) -> int | None:

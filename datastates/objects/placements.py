@@ -2,7 +2,7 @@
 
 Every rank holds a plain tensor whole. A DTensor has a mesh and placements, which determine the boxes of every rank. A mesh that is a
 slice of a larger one has siblings, whose ranks hold the same tensor if they belong to this training. A tensor that was given to some ranks
-only (``ZeroRedundancyOptimizer`` gives each the optimizer state of its own parameters) says to which: see ``content/spread``.
+only (each rank has its own small buffers) says to which: see ``content/spread``.
 """
 
 from __future__ import annotations

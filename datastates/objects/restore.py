@@ -235,27 +235,23 @@ class _Check:
         if isinstance(stored, dict) and isinstance(stored.get(INNER), dict):
             own, kept = {key: value for key, value in stored.items() if key != INNER}, stored[INNER]
         lost = self._lost()
-        check_optimizer(path, live, self.adapted.names_of(live), own, self.findings, self.adapted.flattened_of(live), lost)
+        check_optimizer(path, live, self.adapted.names_of(live), own, self.findings, lost)
         inner = self.adapted.left_out_of(bare(live))
         for name, found in inner.items():
             here = join(join(path, INNER), name)
             if name in kept:
-                flattened = self.adapted.flattened_of(found)
-                check_optimizer(here, found, self.adapted.names_of(found), kept[name], self.findings, flattened, lost)
+                check_optimizer(here, found, self.adapted.names_of(found), kept[name], self.findings, lost)
             elif self.findings.selection.wants(path):
                 self.findings.anew.append(f"{path}: the state has nothing of its {name}, which begins anew")
         gone = [join(join(path, INNER), name) for name in kept if name not in inner]
         self.findings.unexpected += [here for here in gone if self.findings.selection.wants(here)]
 
-    def _lost(self) -> set[object]:
-        """The ids of tracked tensors that are asked for and not restored; in place of a copy, its name in a flattened model."""
+    def _lost(self) -> set[int]:
+        """The ids of tracked tensors that are asked for and not restored."""
         paths = {*self.findings.missing, *(misfit.path for misfit in self.findings.mismatched)}
         models = self.adapted.models() if paths else []
         return {id(found) for path, found in parts(self.adapted.objects) if path in paths} | {
-            name if model.is_flattened else id(tensor)
-            for path, model in models
-            for name, tensor in model.known().items()
-            if path in paths or join(path, name) in paths
+            id(tensor) for path, model in models for name, tensor in model.tree().items() if path in paths or join(path, name) in paths
         }
 
     def _opaque(self, path: str, live: Any, stored: object) -> None:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from enum import Enum, auto
-from functools import partial
 from itertools import islice
 from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler
 
 from datastates.errors import InvalidInput
 
@@ -22,28 +20,22 @@ __all__ = [
     "Kind",
     "batch_size",
     "data_within",
-    "draws_as_it_begins",
-    "handed_out_by",
     "holds_begun_iterator",
     "is_ordered_by_epoch",
     "kind_of",
     "length_of",
     "loses_shuffle_buffer",
-    "noting_begun",
     "parts_of",
     "progress_of",
     "set_epoch",
     "size_of",
+    "wrapped_by",
 ]
 
-_WITHIN = ("sampler", "batch_sampler", "iterable", "dataloader", "_dataloader")
-"""The attributes in which loaders, and their wrappers (tqdm, Lightning's Fabric), keep what they draw from."""
-
-_FURTHER = ("loader", "_loader", "data_loader", "_data_loader", "base_loader", "dl", "_dl")
-"""Those of prefetchers (timm, NVIDIA's examples) and other wrappers. States number the parts: what is found by these comes last."""
-
 _FEW = 32
-"""The most items of a wrapper's list or dict that are looked at: loaders side by side are few, and a list of samples is long."""
+"""The most items of a list or dict that are looked at: loaders side by side are few, and a list of samples is long."""
+
+_SOURCES = (DataLoader, Dataset, Sampler, Batches)
 
 _NO_DATA = (torch.Tensor, torch.nn.Module, torch.optim.Optimizer)
 
@@ -61,12 +53,24 @@ class Kind(Enum):
 
 
 def parts_of(source: object) -> list[Any]:
-    """``source``, and everything that it draws from."""
+    """``source``, and the samplers and the iterable dataset that it draws from."""
     found: list[Any] = [source]
-    _follow(found, _named)
-    found += [part.dataset for part in found if _has_iterable_dataset(part)]
-    _follow(found, _held)
+    _follow(found, _samplers_of)
+    if isinstance(source, DataLoader) and isinstance(source.dataset, IterableDataset):
+        found.append(source.dataset)
     return found
+
+
+def wrapped_by(source: object) -> object:
+    """The loader or sampler that a wrapper, such as a progress bar or a prefetcher, holds in an attribute; None for any other source."""
+    if isinstance(source, (*_SOURCES, Iterator)):
+        return None
+    for value in _attributes(source).values():
+        items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else (value,)
+        for item in items if len(items) <= _FEW else ():
+            if isinstance(item, DataLoader | Sampler | Batches):
+                return item
+    return None
 
 
 def data_within(objects: Iterable[object]) -> list[Any]:
@@ -108,22 +112,29 @@ def is_ordered_by_epoch(loader: object) -> bool:
     return any(isinstance(part, DistributedSampler) for part in parts_of(loader))
 
 
-def kind_of(source: object, keepers: list[Any], loaders: list[DataLoader[Any]]) -> Kind:
-    """Who knows the place of a pass over ``source``, of whose parts the ``keepers`` are tracked, and the ``loaders`` hand out batches.
+def kind_of(source: object, keepers: list[Any], loader: DataLoader[Any] | None) -> Kind:
+    """Who knows the place of a pass over ``source``, of whose parts the ``keepers`` are tracked; ``loader`` is the source if it is one.
 
     :raises InvalidInput: what is tracked does not know the place of the training.
     """
     if not keepers:
         return Kind.ONCE if isinstance(source, Iterator) and not isinstance(source, Batches) else Kind.REPLAYED
+    if loader is None or (loader.num_workers == 0 and not reads_ahead(loader)):
+        return Kind.KEEPS
     samplers = [part for part in keepers if isinstance(part, Sampler)]
-    if not samplers and keepers[0] is source and not isinstance(source, DataLoader):
-        return Kind.KEEPS  # a wrapper with a state of its own
-    if len(loaders) > 1:
-        raise InvalidInput(
-            f"{type(source).__name__} draws from {len(loaders)} loaders, and the place of a tracked {type(keepers[0]).__name__} is not that"
-            " of them all: do not track it (run.steps then finds the place again by itself)"
-        )
-    return _kind_of_loader(keepers, samplers, loaders[0] if loaders else None)
+    if any(part is loader for part in keepers):
+        if samplers:
+            raise InvalidInput(
+                f"the loader is tracked and so is its {type(samplers[0]).__name__}, of which {_who_fetches(loader)} ahead:"
+                " track the loader alone, it keeps its sampler's place"
+            )
+        return Kind.KEEPS
+    if batch_size(loader) and isinstance(samplers[0] if samplers else None, PermutationSampler):
+        return Kind.AHEAD
+    raise InvalidInput(
+        f"{type(keepers[0]).__name__} is tracked, and {_who_fetches(loader)} ahead of what was handed out: its place is not"
+        " that of the training; do not track it (run.steps then finds the place again by itself), or track a StatefulDataLoader"
+    )
 
 
 def batch_size(loader: DataLoader[Any] | None) -> int:
@@ -151,16 +162,12 @@ def length_of(source: Any, parts: list[Any]) -> int | None:
     return len(source)
 
 
-def holds_begun_iterator(parts: list[Any]) -> bool:
-    """Whether the source draws from an iterator that was made before: a pass cannot begin it again."""
-    if any(isinstance(part, Iterator) and not isinstance(part, Batches | Sampler | DataLoader | Dataset) for part in parts[1:]):
-        return True
-    return any(
-        name != "_iterator" and _is_loaders_iterator(value)  # that one is the loader's own, and made anew by each pass
-        for part in parts
-        if not isinstance(part, Dataset)
-        for name, value in _attributes(part).items()
-    )
+def holds_begun_iterator(source: object) -> bool:
+    """Whether the source holds an iterator that was made before: a pass cannot begin it again."""
+    if isinstance(source, Dataset | Sampler | Batches):
+        return False
+    held = (value for name, value in _attributes(source).items() if name != "_iterator")  # a loader makes that one anew for each pass
+    return any(isinstance(value, Iterator) and not isinstance(value, _SOURCES) for value in held)
 
 
 def progress_of(part: Any) -> object:
@@ -170,57 +177,14 @@ def progress_of(part: Any) -> object:
     if isinstance(part, PermutationSampler):
         return part.epoch, part.position
     if isinstance(part, DataLoader):
-        return getattr(part, "_iterator", None), handed_out_by(part)
+        return getattr(part, "_iterator", None), _handed_out_by(part)
     return None
 
 
-def draws_as_it_begins(loader: DataLoader[Any]) -> bool:
-    """Whether the global random numbers of the moment in which the loader is begun decide its order, or what its workers draw."""
-    is_in_order = batch_size(loader) > 0 and isinstance(loader.sampler, SequentialSampler)
-    return loader.generator is None and (loader.num_workers > 0 or not is_in_order)
-
-
-@contextmanager
-def noting_begun(loaders: Iterable[DataLoader[Any]]) -> Iterator[list[DataLoader[Any]]]:
-    """Those of the loaders that are begun in the block: torch's loaders make each of their iterators by ``_get_iterator``."""
-    begun: list[DataLoader[Any]] = []
-    noted = [loader for loader in loaders if "_get_iterator" not in vars(loader)]
-    for loader in noted:
-        vars(loader)["_get_iterator"] = partial(_note, begun, loader)
-    try:
-        yield begun
-    finally:
-        for loader in noted:
-            vars(loader).pop("_get_iterator", None)
-
-
-def handed_out_by(loader: DataLoader[Any]) -> int:
+def _handed_out_by(loader: DataLoader[Any]) -> int:
     """How many batches a loader has handed out in its pass, as torch's and torchdata's count; 0 if it does not say."""
     count = getattr(getattr(loader, "_iterator", None), "_num_yielded", 0)
     return count if isinstance(count, int) else 0
-
-
-def _note(begun: list[DataLoader[Any]], loader: DataLoader[Any]) -> Iterator[Any]:
-    begun.append(loader)
-    return type(loader)._get_iterator(loader)
-
-
-def _kind_of_loader(keepers: list[Any], samplers: list[Any], loader: DataLoader[Any] | None) -> Kind:
-    if loader is None or (loader.num_workers == 0 and not reads_ahead(loader)):
-        return Kind.KEEPS
-    if any(part is loader for part in keepers):
-        if samplers:
-            raise InvalidInput(
-                f"the loader is tracked and so is its {type(samplers[0]).__name__}, of which {_who_fetches(loader)} ahead:"
-                " track the loader alone, it keeps its sampler's place"
-            )
-        return Kind.KEEPS
-    if batch_size(loader) and isinstance(samplers[0] if samplers else None, PermutationSampler):
-        return Kind.AHEAD
-    raise InvalidInput(
-        f"{type(keepers[0]).__name__} is tracked, and {_who_fetches(loader)} ahead of what was handed out: its place is not"
-        " that of the training; do not track it (run.steps then finds the place again by itself), or track a StatefulDataLoader"
-    )
 
 
 def _who_fetches(loader: DataLoader[Any]) -> str:
@@ -236,24 +200,11 @@ def _follow(found: list[Any], children_of: Callable[[Any], Iterable[Any]]) -> No
                 found.append(child)
 
 
-def _named(part: Any) -> Iterator[Any]:
-    for name in _WITHIN:
-        yield sampler_of(part) if name == "sampler" and is_prepared(part) else getattr(part, name, None)
-
-
-def _held(part: Any) -> Iterator[Any]:
-    """What else a wrapper draws from, whatever it calls it. Torch's own loaders and datasets are no wrappers."""
-    if isinstance(part, Dataset):
-        return
-    yield from _named(part)
-    if _has_iterable_dataset(part):
-        yield part.dataset
+def _samplers_of(part: Any) -> Iterator[Any]:
+    yield sampler_of(part) if is_prepared(part) else getattr(part, "sampler", None)
+    yield getattr(part, "batch_sampler", None)
     if not isinstance(part, DataLoader):
-        for name in _FURTHER:
-            yield getattr(part, name, None)
-        for value in _attributes(part).values():
-            items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else (value,)
-            yield from (item for item in items if isinstance(item, DataLoader | Sampler)) if len(items) <= _FEW else ()
+        yield from (value for value in _attributes(part).values() if isinstance(value, Sampler))
 
 
 def _children(part: object) -> Iterable[object]:
@@ -275,14 +226,6 @@ def _may_hold_data(found: object) -> bool:
 def _attributes(part: object) -> Mapping[str, Any]:
     found = getattr(part, "__dict__", {})
     return found if isinstance(found, dict) else {}
-
-
-def _has_iterable_dataset(part: object) -> bool:
-    return isinstance(part, DataLoader) and isinstance(part.dataset, IterableDataset)
-
-
-def _is_loaders_iterator(value: object) -> bool:
-    return isinstance(value, Iterator) and type(value).__module__.startswith(("torch.utils.data.", "torchdata.stateful_dataloader"))
 
 
 def _is_of_torchdata(part: object) -> bool:

@@ -119,9 +119,8 @@ def add_groups(optimizer: Optimizer, stored: object, adapted: Adapted) -> int:
 def _namings(adapted: Adapted) -> Iterator[dict[object, nn.Parameter]]:
     """The ways in which an optimizer's tree may name parameters: as one model does, or with the paths of several before their names."""
     models: list[tuple[str, dict[object, nn.Parameter]]] = [
-        (path, {name: tensor for name, tensor in model.known().items() if isinstance(tensor, nn.Parameter)})
+        (path, {name: tensor for name, tensor in model.tree().items() if isinstance(tensor, nn.Parameter)})
         for path, model in adapted.models()
-        if not model.is_flattened
     ]
     yield from (named for _, named in models)
     yield {f"{path.replace('/', '.')}.{name}": tensor for path, named in models for name, tensor in named.items()}
@@ -131,9 +130,7 @@ def _parameters(adapted: Adapted) -> Iterator[tuple[str, nn.Parameter, bool]]:
     """The parameters of every tracked module by path, and whether their gradients are exchanged among replicas."""
     replicated = getattr(sys.modules.get("torch.nn.parallel.distributed"), "DistributedDataParallel", ())
     for path, model in adapted.models():
-        if model.is_flattened:  # one flat parameter stands for many
-            continue
         is_exchanged = any(isinstance(part, replicated) for part in split_wrappers(model.module))
-        for name, tensor in model.known().items():
+        for name, tensor in model.tree().items():
             if isinstance(tensor, nn.Parameter) and tensor.is_leaf:
                 yield join(path, name), tensor, is_exchanged

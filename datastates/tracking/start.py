@@ -246,7 +246,7 @@ def _layout(training: Training) -> dict[str, object]:
     told: dict[str, object] = {}
     for path, model in training.adapted.models() if training.ranks.size > 1 else ():
         if path.split("/")[0] not in training.own:
-            leaves = [f"{name} {tuple(leaf.shape)} {leaf.dtype}" for name, leaf in model.known().items() if isinstance(leaf, torch.Tensor)]
+            leaves = [f"{name} {tuple(leaf.shape)} {leaf.dtype}" for name, leaf in model.tree().items() if isinstance(leaf, torch.Tensor)]
             told[f"the model {path!r}"] = f"{len(leaves)} tensors ({hashlib.sha256(repr(leaves).encode()).hexdigest()[:10]})"
     return told
 

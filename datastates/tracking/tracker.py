@@ -183,8 +183,8 @@ class Tracker:
         :param limit: the most batches of a pass, counted from its beginning also where a pass is resumed. ``islice`` and ``enumerate``
             count from 0 again there; see ``enumerate`` of this class.
         :param verify: whether the last of the batches that are read again must be the one that was used.
-        :raises InvalidInput: a sampler is tracked and its loader has workers, which read from the sampler ahead of the training; or, with
-            the first batch, the data come in another order than before.
+        :raises InvalidInput: a sampler is tracked and its loader has workers, which read from the sampler ahead of the training; the loader
+            is in a wrapper, such as a progress bar; or, with the first batch, the data come in another order than before.
         """
         return self._steps(loader, limit, accumulate, verify=verify, is_numbered=False)
 

@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 from datastates.content.geometry import dtype_of
 from datastates.content.manifest import TensorSpec
 from datastates.objects.adapters import Adapted, parts
-from datastates.objects.flattened import is_flattened
 from datastates.objects.locals import boxes_here, lies_as, put_together
 from datastates.objects.placements import is_spread
 from datastates.objects.report import Findings
@@ -26,8 +25,6 @@ def has_spread(adapted: Adapted) -> bool:
     """Whether one of the objects is a DTensor, or has one as a parameter or buffer."""
     for _, found in parts(adapted.objects):
         if isinstance(found, nn.Module):
-            if is_flattened(found):
-                return True
             tensors = [*found.parameters(), *found.buffers()]
         elif isinstance(found, Optimizer):
             tensors = [parameter for group in found.param_groups for parameter in group["params"]]

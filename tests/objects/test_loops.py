@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -274,26 +274,15 @@ class Distributed(Sampler[int]):
         self.epoch = epoch
 
 
-@pytest.mark.parametrize("is_seen", [True, False], ids=["loader", "wrapped"])
-def test_a_sampler_that_asks_for_the_epoch_is_told(repo: Repository, is_seen: bool) -> None:
+def test_a_sampler_that_asks_for_the_epoch_is_told(repo: Repository) -> None:
     def body(run: Tracker, seen: Seen, stop: int | None) -> None:
         loader: Any = DataLoader(range(6), sampler=Distributed(), batch_size=2)  # type: ignore[arg-type]  # a range will do
         for _ in run.epochs(3):
-            for batch in run.steps(loader if is_seen else Wrapped(loader)):
+            for batch in run.steps(loader):
                 use(run, seen, batch.tolist(), stop)
 
     seen = stopped_everywhere(repo, body, 9)
     assert len({tuple(map(tuple, (batch for at, batch in seen if at == epoch))) for epoch in range(3)}) == 3
-
-
-class Wrapped:
-    """A progress bar."""
-
-    def __init__(self, iterable: Iterable[Any]) -> None:
-        self.iterable = iterable
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.iterable)
 
 
 def test_a_loop_by_hand_that_was_resumed_is_told_of_epochs_once(repo: Repository, caplog: pytest.LogCaptureFixture) -> None:

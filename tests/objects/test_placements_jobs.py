@@ -17,7 +17,6 @@ from datastates.content.spread import is_spread, local_of
 from datastates.content.tree import Flat, flatten
 from datastates.objects.adapters import Adapted
 from datastates.objects.placements import holdings_of
-from datastates.objects.restore import restore_into
 from datastates.store.parts import PartsReader
 from datastates.store.reading import read_tree
 from tests.capture.build import leaves_of
@@ -57,16 +56,6 @@ def made_ddp() -> Made:
     return model, torch.optim.AdamW(model.parameters(), foreach=False)
 
 
-def made_zero() -> Made:
-    from torch.distributed.optim import ZeroRedundancyOptimizer
-
-    model = nn.parallel.DistributedDataParallel(Net())
-    groups = [
-        {"params": [p for p in model.parameters() if (p.dim() > 1) is large], "lr": rate} for large, rate in ((True, 1e-3), (False, 1e-2))
-    ]
-    return model, ZeroRedundancyOptimizer(groups, torch.optim.Adam, amsgrad=True)
-
-
 def made_fsdp(shape: tuple[int, ...], names: tuple[str, ...]) -> Made:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -92,7 +81,6 @@ def made_tensor_parallel(*, is_sharded: bool) -> Made:
 
 WAYS: dict[str, Callable[[], Made]] = {
     "ddp": made_ddp,
-    "zero": made_zero,
     "fsdp": lambda: made_fsdp((4,), ("dp",)),
     "hsdp": lambda: made_fsdp((2, 2), ("replicas", "shards")),
     "tensor parallel": lambda: made_tensor_parallel(is_sharded=False),
@@ -148,39 +136,12 @@ def bytes_alone(flat: Flat, apart: set[int]) -> int:
 def expected_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Mapping[str, Any]:
     """The whole state, gathered by torch."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
-    from torch.distributed.optim import ZeroRedundancyOptimizer
 
     options = StateDictOptions(full_state_dict=True)
     found: dict[str, Any] = {f"model/{name}": tensor for name, tensor in get_model_state_dict(model, options=options).items()}
-    if isinstance(optimizer, ZeroRedundancyOptimizer):
-        names = {id(parameter): name.removeprefix("module.") for name, parameter in model.named_parameters()}
-        optimizer.consolidate_state_dict(0)
-        if dist.get_rank() == 0:
-            numbered = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-            for number, entry in optimizer.state_dict()["state"].items():
-                found.update({f"optimizer/state/{names[id(numbered[number])]}/{key}": value for key, value in entry.items()})
-        return found
     state = get_optimizer_state_dict(model, optimizer, options=options)["state"]
     found.update({f"optimizer/state/{name}/{key}": value for name, entry in state.items() for key, value in entry.items()})  # type: ignore[union-attr]  # tensors
     return found
-
-
-def restore_a_fresh_one(folder: Path, before: Flat) -> None:
-    """Optimizer and model, made anew, are put where the state was taken: each rank gets what it was given."""
-    model, optimizer = made_zero()
-    with whole_state(folder, "zero") as reader:
-        report = restore_into({"model": model, "optimizer": optimizer}, read_tree(reader, wants=lambda _: True))
-    assert not report.missing
-    _, after, _ = captured(model, optimizer)
-    assert after.skeleton == before.skeleton
-    for old, new in zip(before.tensors, after.tensors, strict=True):
-        one, other = local_of(old.tensor), local_of(new.tensor)
-        assert (one is None) == (other is None), old.path
-        if "running" not in old.path or dist.get_rank() == 0:  # of what replicas have each its own, the first's is stored
-            assert one is None or other is None or torch.equal(one, other), old.path
-    torch.manual_seed(dist.get_rank())
-    model(torch.randn(4, 3, 8, 8)).square().mean().backward()
-    optimizer.step()
 
 
 def whole_state(folder: Path, name: str) -> PartsReader:
@@ -191,7 +152,7 @@ def hold_what_they_say(folder: str, ways: list[str], say: Say) -> None:
     """Each way in turn: trained, captured, its part written where the test reads it, and the whole gathered by torch on rank 0."""
     rank = dist.get_rank()
     for name in ways:
-        model, optimizer = trained(WAYS[name], seed_by_rank=name in ("ddp", "zero"))
+        model, optimizer = trained(WAYS[name], seed_by_rank=name == "ddp")
         adapted, flat, plan = captured(model, optimizer)
         check_holdings(flat)
         apart = {id(tensor) for tensor in adapted.buffers()}
@@ -207,9 +168,6 @@ def hold_what_they_say(folder: str, ways: list[str], say: Say) -> None:
         }
         if rank == 0:
             torch.save(expected, Path(folder) / f"{name}.whole")
-        if name == "zero":
-            dist.barrier()
-            restore_a_fresh_one(Path(folder), flat)
         assert plan.shares is not None
         say(name, sum(map(bytes_of, plan.specs)), bytes_alone(flat, apart), plan.shares.digest.hex())
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
 
+import datastates
 from datastates.content.tree import flatten
+from datastates.errors import Unsupported
 from datastates.objects.adapters import Adapted
 from tests.support.fake_ranks import as_rank
 
@@ -35,3 +40,17 @@ def test_shards_are_the_leaves_before_between_and_after_passes_and_the_tree_last
         first, second = adapted.tree(), adapted.tree()
         assert second["model"] is first["model"]
         assert second["optimizer"]["state"] is first["optimizer"]["state"]  # type: ignore[index]  # trees
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's own, about one rank and about torch.jit
+def test_the_first_version_of_fsdp_and_a_divided_optimizer_are_refused_with_what_to_use_instead(tmp_path: Path) -> None:
+    with as_rank(0, (1,)), datastates.open(tmp_path / "runs") as repo:
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+        plain = nn.Linear(5, 3)
+        optimizer = ZeroRedundancyOptimizer(plain.parameters(), torch.optim.Adam)
+        with pytest.raises(Unsupported, match=r"^optimizer is a ZeroRedundancyOptimizer, .*fully_shard, or use a plain optimizer"):
+            repo.track(model=plain, optimizer=optimizer)
+        inside = nn.Sequential(FullyShardedDataParallel(nn.Linear(5, 3), device_id=torch.device("cpu")))
+        with pytest.raises(Unsupported, match=r"^model is a model of FullyShardedDataParallel, .*torch\.distributed\.fsdp\.fully_shard"):
+            repo.track(model=inside)

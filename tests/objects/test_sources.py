@@ -1,4 +1,4 @@
-"""What a wrapper draws from is found, and goes on from its place; what cannot be found is told."""
+"""Wrappers of loaders are refused, and a place is found in streams and in batches of another size."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, Sampler
 from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[import-untyped]  # torchdata has no types
 
 import datastates
@@ -43,28 +43,6 @@ class Prefetch:
         return len(self.loader)
 
 
-class Timm(Prefetch):
-    """As ``timm.data.loader.PrefetchLoader``."""
-
-    @property
-    def sampler(self) -> Any:
-        return self.loader.sampler
-
-    @property
-    def dataset(self) -> Any:
-        return self.loader.dataset
-
-
-class Named:
-    """A wrapper with an attribute of another name."""
-
-    def __init__(self, wrapped: Any) -> None:
-        self.wrapped = wrapped
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.wrapped)
-
-
 class Bar:
     """A progress bar, such as tqdm."""
 
@@ -73,18 +51,6 @@ class Bar:
 
     def __iter__(self) -> Iterator[Any]:
         yield from self.iterable
-
-
-class Ahead(Prefetch):
-    """Reads a batch before it hands out the one before it, as prefetchers to a device do."""
-
-    def __iter__(self) -> Iterator[Any]:
-        iterator = iter(self.loader)
-        batch = next(iterator, None)
-        while batch is not None:
-            following = next(iterator, None)
-            yield batch
-            batch = following
 
 
 class Several:
@@ -162,44 +128,27 @@ def assert_goes_on(repo: Repository, make: Callable[[], Made], stops: Iterable[i
         assert seen + train(repo, f"stopped-{stop}", *make(), seed=99) == never, f"stopped after {stop}"
 
 
-WRAPPERS: dict[str, Callable[[Any], Any]] = {
-    "loader": Prefetch,
-    "timm": Timm,
-    "named": Named,
-    "bar": Bar,
-    "bar of loader": lambda loader: Bar(Prefetch(loader)),
-}
-
-
-@pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
 @pytest.mark.parametrize("make", [plain, generated, permuted, kept, distributed])
-def test_a_wrapped_loader_goes_on_from_its_place(repo: Repository, wrap: Callable[[Any], Any], make: Callable[[], Made]) -> None:
-    def made() -> Made:
-        loader, tracked = make()
-        return wrap(loader), tracked
-
-    assert_goes_on(repo, made, (2, 6, 8))
+def test_a_loader_goes_on_from_its_place(repo: Repository, make: Callable[[], Made]) -> None:
+    assert_goes_on(repo, make, (2, 6, 8))
 
 
-@pytest.mark.parametrize("wrap", [Prefetch, Timm, Ahead])
-def test_a_wrapped_loader_with_workers_goes_on_from_its_place(repo: Repository, wrap: Callable[[Any], Any]) -> None:
-    def made() -> Made:
-        loader, tracked = permuted(workers=1)
-        return wrap(loader), tracked
-
-    assert_goes_on(repo, made, (3,))
-
-
-def test_the_loaders_in_a_wrapper_are_found_whatever_it_calls_them() -> None:
+def test_parts_are_the_source_its_samplers_and_its_stream() -> None:
     loader, _ = plain()
-    for source in (Prefetch(loader), Timm(loader), Named(loader), Several(loader), Prefetch(Prefetch(loader)), Bar(Named(loader))):
-        parts = parts_of(source)
-        assert parts[0] is source
-        assert any(part is loader for part in parts)
-        assert any(part is loader.sampler for part in parts)
-    assert parts_of(Timm(loader))[1] is loader.sampler, "states know the parts by their numbers"
-    assert parts_of(loader)[:3] == [loader, loader.sampler, loader.batch_sampler]
-    assert parts_of([loader] * 1000)[1:] == [], "a list of items is no wrapper"
+    assert parts_of(loader) == [loader, loader.sampler, loader.batch_sampler]
+    stream = DataLoader(Lines(), 2)
+    assert parts_of(stream)[-1] is stream.dataset
+    assert parts_of([loader] * 1000)[1:] == []
+
+
+@pytest.mark.parametrize("wrap", [Prefetch, Bar, Several, lambda loader: Bar({"train": loader})])
+@pytest.mark.parametrize(("make", "name"), [(plain, "DataLoader"), (kept, "StatefulDataLoader"), (permuted, "DataLoader")])
+def test_a_wrapper_is_refused_with_what_to_pass_instead(
+    repo: Repository, wrap: Callable[[Any], Any], make: Callable[[], Made], name: str
+) -> None:
+    loader, tracked = make()
+    with pytest.raises(InvalidInput, match=rf" wraps a {name}, .*pass the {name} itself to run\.steps, .*tqdm\(run\.steps\(loader\)\)"):
+        train(repo, "main", wrap(loader), tracked)
 
 
 @pytest.mark.parametrize(("make", "name"), [(permuted, "PermutationSampler"), (kept, "StatefulDataLoader")])
@@ -207,7 +156,7 @@ def test_what_is_tracked_and_drawn_from_unseen_is_refused_before_a_batch_is_lost
     repo: Repository, make: Callable[[], Made], name: str
 ) -> None:
     loader, tracked = make()
-    with pytest.raises(InvalidInput, match=rf"Hiding, which draws from the tracked {name} unseen.*do not track that .* named `loader`"):
+    with pytest.raises(InvalidInput, match=rf"Hiding, which draws from the tracked {name} unseen.* pass the loader itself"):
         train(repo, "main", Hiding(loader), tracked)
     loader, _ = make()
     if name == "StatefulDataLoader":
@@ -237,44 +186,6 @@ def test_a_tracked_sampler_whose_state_moves_by_itself_refuses_no_other_loader(r
     assert len(train(repo, "main", plain()[0], {"sampler": Random()})) == EPOCHS * LENGTH // SIZE
 
 
-@pytest.mark.parametrize("make", [permuted, kept])
-def test_a_wrapper_that_reads_ahead_of_what_is_tracked_is_told(
-    repo: Repository, make: Callable[[], Made], caplog: pytest.LogCaptureFixture
-) -> None:
-    for wrap in (Prefetch, Timm, Bar):
-        loader, tracked = make()
-        train(repo, wrap.__name__, wrap(loader), tracked)
-    assert not caplog.text
-    loader, tracked = make()
-    train(repo, "ahead", Ahead(loader), tracked)
-    assert caplog.text.count("run.steps is given Ahead, whose first batch took more than one") == 1
-
-
-class Halves(Prefetch):
-    """Hands out each batch in two parts."""
-
-    def __iter__(self) -> Iterator[Any]:
-        for batch in self.loader:
-            yield from batch.split(SIZE // 2)
-
-
-class Pairs(Prefetch):
-    """Hands out two batches at once."""
-
-    def __iter__(self) -> Iterator[Any]:
-        iterator = iter(self.loader)
-        yield from (torch.cat(pair) for pair in zip(iterator, iterator, strict=True))
-
-
-@pytest.mark.parametrize("wrap", [Halves, Pairs])
-def test_a_wrapper_that_hands_out_other_batches_than_its_loader_is_told(
-    repo: Repository, wrap: type[Prefetch], caplog: pytest.LogCaptureFixture
-) -> None:
-    loader, tracked = permuted(workers=1)
-    train(repo, "main", wrap(loader), tracked)
-    assert caplog.text.count(f"run.steps is given {wrap.__name__}, which does not hand out the batches of its loader one by one") == 1
-
-
 def test_an_iterator_in_a_wrapper_is_told_once(repo: Repository, caplog: pytest.LogCaptureFixture) -> None:
     class Begun(DataLoader[Any]):
         """As timm's loader for several epochs: one iterator for all."""
@@ -287,7 +198,7 @@ def test_an_iterator_in_a_wrapper_is_told_once(repo: Repository, caplog: pytest.
             return self.iterator
 
     with repo.track(weight=torch.zeros(1)) as run:
-        for source in (Bar([*DATA]), Prefetch(DataLoader(DATA)), Bar(PermutationSampler(4).batches(2))):
+        for source in (Bar([*DATA]), DataLoader(DATA), PermutationSampler(4).batches(2)):
             list(run.steps(source))
         assert not caplog.text
         for _ in run.epochs(2):
@@ -296,59 +207,6 @@ def test_an_iterator_in_a_wrapper_is_told_once(repo: Repository, caplog: pytest.
     with repo.track(branch="other", weight=torch.zeros(1)) as run:
         list(run.steps(Begun(DATA)))
     assert "run.steps is given Begun around an iterator" in caplog.text
-
-
-def test_several_loaders_in_a_wrapper_go_on_from_their_place_and_none_may_be_tracked(
-    repo: Repository, caplog: pytest.LogCaptureFixture
-) -> None:
-    def several(*made: Made) -> Made:
-        return Several(*(loader for loader, _ in made)), {f"part{i}": found for i, (_, each) in enumerate(made) for found in each.values()}
-
-    never = train(repo, "never", *several(generated(), generated()))
-    for stop in (3, 8, 16):
-        seen = train(repo, f"stopped-{stop}", *several(generated(), generated()), stop=stop)
-        assert seen + train(repo, f"stopped-{stop}", *several(generated(), generated()), seed=9) == never
-    assert "draw random numbers as they begin" not in caplog.text
-    train(repo, "one-after-the-other", *several(plain(), plain()))
-    assert caplog.text.count("Several, whose loaders draw random numbers as they begin, one after the other") == 1
-    for made in ((kept(), plain()), (permuted(), permuted())):
-        with pytest.raises(InvalidInput, match=r"Several draws from 2 loaders, and the place of a tracked .* is not that of them all"):
-            train(repo, "refused", *several(*made))
-
-
-class Noisy(Dataset[Any]):
-    """Draws random numbers for each of its samples."""
-
-    def __len__(self) -> int:
-        return LENGTH
-
-    def __getitem__(self, index: int) -> Any:
-        return index + torch.rand(())
-
-
-def test_several_loaders_are_told_of_draws_only_if_one_without_a_generator_begins_within_the_pass(
-    repo: Repository, caplog: pytest.LogCaptureFixture
-) -> None:
-    class Both(Several):
-        def __iter__(self) -> Iterator[Any]:
-            yield from map(torch.cat, zip(*self.parts, strict=True))
-
-    def noisy(**options: Any) -> DataLoader[Any]:
-        return DataLoader(Noisy(), SIZE, **options)
-
-    def own() -> torch.Generator:
-        return torch.Generator().manual_seed(1)
-
-    exact: dict[str, Callable[[], Any]] = {
-        "both": lambda: Both(noisy(shuffle=True), noisy(shuffle=True)),
-        "generators": lambda: Several(noisy(shuffle=True, generator=own()), noisy(shuffle=True, generator=own())),
-        "in-order": lambda: Several(DataLoader(DATA, SIZE), DataLoader(DATA, SIZE)),
-    }
-    for name, make in exact.items():
-        train(repo, name, make(), {})
-    assert not caplog.text
-    train(repo, "late", Several(noisy(shuffle=True), *(noisy(shuffle=True) for _ in range(3))), {})
-    assert caplog.text.count("Several, whose loaders draw random numbers as they begin") == 1
 
 
 def test_a_wrapper_with_a_state_of_its_own_keeps_its_place(repo: Repository) -> None:
@@ -453,10 +311,9 @@ def test_a_tracked_sampler_goes_on_from_its_place_with_any_batch_size(repo: Repo
         lambda size: (DataLoader(DATA, size, shuffle=True), {}),
         lambda size: (DataLoader(Lines(), size), {}),
         lambda size: (DataLoader(DATA, size, sampler=PermutationSampler(LENGTH, seed=3)), {}),
-        lambda size: (Prefetch(DataLoader(DATA, size, shuffle=True)), {}),
         lambda size: (PermutationSampler(LENGTH, seed=3).batches(size), {}),
     ],
-    ids=["map", "stream", "sampler", "wrapped", "batches"],
+    ids=["map", "stream", "sampler", "batches"],
 )
 def test_a_place_is_counted_in_batches_of_another_size(
     repo: Repository, make: Callable[[int], Made], caplog: pytest.LogCaptureFixture

@@ -1,4 +1,4 @@
-"""A job of two ranks, replicated or sharded in either way, loses every process to SIGKILL, and a fresh job goes on bit for bit."""
+"""A job of two ranks, replicated or sharded, loses every process to SIGKILL, and a fresh job goes on bit for bit."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 import datastates
@@ -43,15 +43,7 @@ def sharded() -> nn.Module:
     return model
 
 
-def flattened() -> nn.Module:
-    """Under FSDP's first version, which lays parameters end to end, unit by unit."""
-    options = {"device_id": torch.device("cpu"), "use_orig_params": True}
-    model = nn.Sequential(nn.Linear(32, 33), nn.LayerNorm(33), nn.ReLU(), nn.Dropout(0.3), nn.Linear(33, 1))
-    model[0] = FullyShardedDataParallel(model[0], **options)  # type: ignore[arg-type]  # options
-    return FullyShardedDataParallel(model, **options)  # type: ignore[arg-type]  # options
-
-
-WAYS = {"replicated": replicated, "sharded": sharded, "flattened": flattened}
+WAYS = {"replicated": replicated, "sharded": sharded}
 
 
 def step_of(model: nn.Module, batch: torch.Tensor, *, is_last: bool) -> torch.Tensor:

@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel
 
 from datastates.capture.plan import compile_plan
 from datastates.content.spread import is_spread, local_of
@@ -42,35 +41,19 @@ def replicated() -> nn.Module:
     return nn.parallel.DistributedDataParallel(Net())
 
 
-def flattened(*, use_orig_params: bool) -> nn.Module:
-    """Under FSDP's first version: two units, one in the other."""
-    model, options = Net(), {"device_id": torch.device("cpu"), "use_orig_params": use_orig_params}
-    model.up = FullyShardedDataParallel(model.up, **options)  # type: ignore[arg-type, assignment]  # a module like any other
-    return FullyShardedDataParallel(model, **options)  # type: ignore[arg-type]  # options
-
-
 LAYOUTS: dict[str, Callable[[int], nn.Module]] = {
     "ddp": lambda size: replicated(),
-    "zero": lambda size: replicated(),
     "fsdp": lambda size: made_fsdp((size,), ("dp",))[0],
-    "flattened": lambda size: flattened(use_orig_params=True),
-    "flattened as a whole": lambda size: flattened(use_orig_params=False),
     "hsdp": lambda size: made_fsdp((2, size // 2), ("replicas", "shards"))[0],
     "tensor parallel": lambda size: made_tensor_parallel(is_sharded=False)[0],
     "tensor parallel and fsdp": lambda size: made_tensor_parallel(is_sharded=True)[0],
 }
-OF_ANY_SIZE = ("ddp", "zero", "fsdp", "flattened", "flattened as a whole")
+OF_ANY_SIZE = ("ddp", "fsdp")
 
 
 def made(layout: str, size: int) -> Objects:
-    from torch.distributed.optim import ZeroRedundancyOptimizer
-
     model = LAYOUTS[layout](size)
-    if layout == "zero":
-        optimizer: Any = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, amsgrad=True, foreach=False)
-    else:
-        optimizer = torch.optim.AdamW(model.parameters(), amsgrad=True, foreach=False)
-    return {"model": model, "optimizer": optimizer}
+    return {"model": model, "optimizer": torch.optim.AdamW(model.parameters(), amsgrad=True, foreach=False)}
 
 
 def train(objects: Objects, seed: int) -> None:
