@@ -1,4 +1,4 @@
-"""The web: a server of repositories (``app``, ``serve``), and a client of one."""
+"""The web: a server of repositories (``app``, ``serve``)."""
 
 from __future__ import annotations
 
@@ -7,17 +7,16 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .app import create_app
-    from .client import Client
     from .routing import Scope
     from .serve import WebServer, serve_in_thread
 
-__all__ = ["Client", "Scope", "WebServer", "create_app", "serve_in_thread"]
+__all__ = ["Scope", "WebServer", "create_app", "serve_in_thread"]
 
-_HOMES = {"Client": "client", "Scope": "routing", "WebServer": "serve", "create_app": "app", "serve_in_thread": "serve"}
+_HOMES = {"Scope": "routing", "WebServer": "serve", "create_app": "app", "serve_in_thread": "serve"}
 
 
 def __getattr__(name: str) -> object:
-    """Import a public name when it is first used, so that the server needs no httpx, and the client neither FastAPI nor torch."""
+    """Import a public name when it is first used, so that importing the package alone loads neither FastAPI nor torch."""
     if name in _HOMES:
         return getattr(import_module(f".{_HOMES[name]}", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

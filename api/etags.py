@@ -1,4 +1,4 @@
-"""The ETags of refs and notes, as the server gives them and as its client sends them in ``If-Match``."""
+"""The ETags of refs and notes, which the server sends, and which clients return in ``If-Match``."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ DOCUMENTS = {
 PACKAGES = {
     "datastates": ("reference/datastates.md", "What a training script uses, as `import datastates`."),
     "datastates.workflows": ("reference/workflows.md", "Studies: plans of variants, and what runs and reads them."),
-    "datastates.api": ("reference/api.md", "The web server, and a client of one."),
+    "datastates.api": ("reference/api.md", "The web server."),
     "datastates.store": ("reference/store.md", "What a tier of your own is made of."),
     "datastates.ranks": ("reference/ranks.md", "Several processes, one training."),
     "datastates.testing": ("reference/testing.md", "Help for tests of your own."),

@@ -22,15 +22,13 @@ import datastates.export.importing
 import datastates.ranks.groups
 import datastates.workflows
 from datastates import Config, InvalidInput, Peer, Repository, State
-from datastates.api import Client
 from datastates.ranks.groups import SoloGroup
 from datastates.workflows import Plan, SerialExecutor, Variant
 
-REVISIONS = {"rev", "revs", "start", "old", "new", "expected", "branches", "heads", "around", "base", "good", "bad"}
+REVISIONS = {"rev", "revs", "start", "old", "new", "expected", "branches", "base", "good", "bad"}
 """What our functions call a revision, or several."""
 
 OTHERS = {
-    "Client.move(expected)": "a Ref: the name as the client saw it last",
     "Plan.config(base)": "the configuration that variants change",
     "Plan.digest(base)": "the same",
     "Repository.rename(new)": "a name",
@@ -91,13 +89,12 @@ def train(job: Any) -> None:
 
 @dataclass
 class World:
-    """A repository that ``peer`` and ``client`` reach, and another one that ``far`` reaches; ``fresh`` gives names that are free."""
+    """A repository that ``peer`` reaches, and another one that ``far`` reaches; ``fresh`` gives names that are free."""
 
     repo: Repository
     other: Repository
     peer: Peer
     far: Peer
-    client: Client
     folder: Path
     names: Iterator[int] = field(default_factory=count)
 
@@ -119,13 +116,6 @@ class World:
         name = self.fresh()
         self.repo.branch(name, "main~2" if expected is None else expected)
         return self.repo.move(name, "main" if rev is None else rev, expected="main~2" if expected is None else expected).state
-
-    def noted(self, rev: str | State) -> set[tuple[str | None, str]]:
-        self.client.write_note("seen", state=rev)
-        return {(note.state, note.text) for note in self.client.notes(rev)}
-
-    def move_remotely(self, rev: Any) -> str:
-        return self.client.move(name := self.fresh(), rev, expected=self.client.branch(name, "main")).state
 
     def saved(self, rev: Any) -> list[str]:
         uid = datastates.save({"weight": torch.ones(4)}, self.fresh(), repo=self.repo, start=rev)
@@ -149,37 +139,8 @@ class World:
 
         return [state.uid for state in self.repo.ensemble(revs, Called()).members]
 
-    def evict(self, rev: Any) -> bool:
-        with self.repo.track(branch=self.fresh(), model=Weight(), durable_every=1) as run:
-            made = run.capture().wait("durable")
-            run.capture().wait("durable")  # a branch keeps one that can be restored
-        return self.client.evict(made.uid if isinstance(rev, str) else made, force=True).uid == made.uid
-
 
 CALLS: dict[str, Callable[[World, Any], object]] = {
-    "Client.annotate(rev)": lambda world, rev: world.client.annotate(rev, note="seen").uid,
-    "Client.branch(rev)": lambda world, rev: world.client.branch(world.fresh(), rev).state,
-    "Client.compare(revs)": lambda world, rev: [each.state.uid for each in world.client.compare([rev, "main"])],
-    "Client.diff(new)": lambda world, rev: world.client.diff("main", rev, tensors=False).new.uid,
-    "Client.diff(old)": lambda world, rev: world.client.diff(rev, "main", tensors=False).old.uid,
-    "Client.download(rev)": lambda world, rev: world.client.download(rev, world.folder / world.fresh()).read_bytes(),
-    "Client.evict(rev)": World.evict,
-    "Client.graph(around)": lambda world, rev: world.client.graph(around=rev, count=1),
-    "Client.graph(heads)": lambda world, rev: world.client.graph("main", rev),
-    "Client.graph_overview(heads)": lambda world, rev: world.client.graph_overview("main", rev),
-    "Client.histogram(revs)": lambda world, rev: (
-        world.client.histogram(rev, "model/weight").states,
-        world.client.histogram([rev], "model/weight").states,
-    ),
-    "Client.log(rev)": lambda world, rev: [state.uid for state in world.client.log(rev)],
-    "Client.move(rev)": World.move_remotely,
-    "Client.notes(state)": World.noted,
-    "Client.series(heads)": lambda world, rev: (len(world.client.series([rev], "loss").lines), len(world.client.series(rev, "loss").lines)),
-    "Client.show(rev)": lambda world, rev: world.client.show(rev).uid,
-    "Client.state(rev)": lambda world, rev: world.client.state(rev).uid,
-    "Client.tag(rev)": lambda world, rev: world.client.tag(world.fresh(), rev).state,
-    "Client.tensors(rev)": lambda world, rev: world.client.tensors(rev),
-    "Client.write_note(state)": lambda world, rev: world.client.write_note("seen", state=rev).state,
     "MPIGroup.broadcast(rev)": lambda world, rev: SoloGroup().broadcast(world.repo, rev),  # it inherits that
     "Peer.begin_clone(rev)": lambda world, rev: world.peer.begin_clone(rev, repo=world.other).wait().state.uid,
     "Peer.begin_push(rev)": lambda world, rev: world.far.begin_push(rev, repo=world.repo).wait().state.uid,
@@ -242,10 +203,9 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
                 model.weight.data.fill_(step)
                 run.capture(metrics={"loss": 1 / step}, attributes={"epoch": step}).wait("durable")
         repo.merge(["main", "main~2"], into="soup")
-        web = stack.enter_context(datastates.api.serve_in_thread(repo, tokens={TOKEN: datastates.api.Scope.ADMIN}))
         servers = [stack.enter_context(each.serve("tcp://127.0.0.1:0", token=TOKEN, is_writable=True)) for each in (repo, other)]
         near, far = (stack.enter_context(datastates.connect(server.url, token=TOKEN)) for server in servers)
-        yield World(repo, other, near, far, stack.enter_context(Client(web.url, token=TOKEN)), folder)
+        yield World(repo, other, near, far, folder)
 
 
 def test_every_public_entry_that_takes_a_revision_is_asked_here() -> None:
@@ -269,6 +229,6 @@ def test_a_state_means_what_its_revision_means(entry: str, world: World) -> None
 def test_what_is_neither_is_refused_by_name(world: World) -> None:
     wrong: Any = 3
     broadcast = partial(SoloGroup().broadcast, world.repo)
-    for call in (world.repo.log, world.peer.state, world.client.state, world.client.graph, broadcast):
+    for call in (world.repo.log, world.peer.state, broadcast):
         with pytest.raises(InvalidInput, match="is 3: give a text such as 'main~3', or a state"):
             call(wrong)

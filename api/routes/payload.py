@@ -10,7 +10,6 @@ from typing import Annotated
 from fastapi import Header, Query, Request, Response
 from starlette.concurrency import run_in_threadpool
 
-from datastates.api.content_digest import algorithm_of, digest_of
 from datastates.api.payload import StateFile
 from datastates.api.problems import Refusal
 from datastates.api.ranges import range_of
@@ -24,7 +23,6 @@ from datastates.lineage.states import State
 
 __all__ = ["routes"]
 
-DIGESTED_BYTES = 16 << 20
 MEDIA_TYPE = "application/octet-stream"
 _logger = logging.getLogger(__name__)
 
@@ -42,9 +40,6 @@ _Pattern = Annotated[str, Query(max_length=500)]
 _Only = Annotated[list[_Pattern] | None, Query(max_length=64, description="Objects or tensors, or patterns: `model`, `model/*.weight`")]
 _Range = Annotated[str | None, Header(description="One range; several are answered by the whole")]
 _IfRange = Annotated[str | None, Header(description="An ETag: with another one the whole is sent")]
-_Want = Annotated[
-    str | None, Header(description="`sha-256=1` or `blake3=1`: a digest of what is sent, when it is a range of at most 16 MiB")
-]
 
 
 class File(Response):
@@ -61,7 +56,6 @@ def payload(
     only: _Only = None,
     range: _Range = None,  # the header's name
     if_range: _IfRange = None,
-    want_content_digest: _Want = None,
 ) -> Response:
     """A state's tensors as one safetensors file, or those that `only` selects.
 
@@ -82,11 +76,6 @@ def payload(
             headers["Content-Range"] = f"bytes {start}-{end - 1}/{file.size}"
         status = 206 if wanted else 200
         pieces = file.pieces(start, end)
-        algorithm = algorithm_of(want_content_digest)
-        if algorithm is not None and end - start <= DIGESTED_BYTES:
-            body = list(pieces)
-            headers["Content-Digest"] = digest_of(body, algorithm)
-            pieces = iter(body)
         first = next(pieces)  # damage at the very start is still reported in words
         close: Callable[[], None] = stack.pop_all().close
     return Streamed(_body(first, pieces, state), close=close, headers=headers, media_type=MEDIA_TYPE, status=status)

@@ -6,17 +6,19 @@ from typing import TYPE_CHECKING
 
 from datastates.lineage.show.texts import clean
 
-from .styled import Text
-
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+    from rich.text import Text
 
 __all__ = ["Cleaned", "clean_line", "clean_lines"]
 
 
 def clean_line(line: Text) -> Text:
-    """A line in its colours."""
-    return Text.assemble(*((clean(text), style) for text, style in line.pieces))
+    """A line in its colours, without trailing blanks."""
+    made = line.copy()
+    made.plain = clean(line.plain)  # as long as before, so that the styles stay at their letters
+    made.rstrip()
+    return made
 
 
 def clean_lines(text: str) -> str:

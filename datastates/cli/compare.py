@@ -11,10 +11,11 @@ from .complete import ref_names
 from .shell import AsJson, Repo, Shell
 
 if TYPE_CHECKING:
+    from rich.text import Text
+
     from datastates.lineage.show.comparison import Comparison, ComparisonRow
     from datastates.lineage.states import Value
 
-    from .styled import Text
     from .tables import Table
 
 __all__ = ["register"]
@@ -56,10 +57,11 @@ def compare(
 
 def _table(found: Comparison, *, show_same: bool) -> Table:
     """A table with a column for each state; the best value of each metric is green."""
+    from rich.text import Text
+
     from datastates.lineage.show.texts import short, step_text
 
     from .render import stored_text
-    from .styled import Text
     from .tables import Column, Table
 
     table = Table([Column("", is_flexible=True), *(Column(each.rev, is_number=True, is_flexible=True) for each in found.states)])
@@ -79,7 +81,7 @@ def _table(found: Comparison, *, show_same: bool) -> Table:
 
 
 def _cells(row: ComparisonRow) -> list[Text]:
-    from .styled import Text
+    from rich.text import Text
 
     best = _best(row)
     return [Text(_value(value), "green" if best is not None and value == best else "") for value in row.values]

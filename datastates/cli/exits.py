@@ -6,11 +6,12 @@ import os
 import sys
 import traceback
 
+import typer
+
 from datastates.errors import Corrupt, DatastatesError, SyntaxProblem, Unavailable
 from datastates.system import masking
 
 from .cleaning import clean_lines
-from .styled import Text
 
 __all__ = ["EXIT_CODES", "code_of", "complain"]
 
@@ -57,8 +58,9 @@ def complain(error: BaseException, *, as_json: bool) -> None:
         text = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     else:
         text = f"unexpected {type(error).__name__}: {error}\nDATASTATES_TRACEBACK=1 shows where it comes from"
-    said = Text(clean_lines(masking.text(f"error: {text}")), "red")
-    sys.stderr.write((said.ansi() if sys.stderr.isatty() and not os.environ.get("NO_COLOR") else str(said)) + "\n")
+    said = clean_lines(masking.text(f"error: {text}"))
+    has_colours = sys.stderr.isatty() and not os.environ.get("NO_COLOR")
+    sys.stderr.write((typer.style(said, fg="red") if has_colours else said) + "\n")
 
 
 def _describe(error: BaseException) -> dict[str, object]:

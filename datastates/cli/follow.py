@@ -79,11 +79,12 @@ def _write(shell: Shell, database: Database, states: list[State], *, with_branch
     if shell.as_json or not states:
         shell.write_states(states)
         return
+    from rich.text import Text
+
     from datastates.lineage.search import refs
     from datastates.lineage.show.origins import branches_of
 
     from .render import by_state, state_text
-    from .styled import Text
 
     with database.read() as session:
         names = by_state(refs.refs(session))

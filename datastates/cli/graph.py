@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from rich.text import Text
+
 from datastates.lineage.show.lanes import draw, lanes
 from datastates.lineage.states import Ref, State
 
 from .render import age_text, by_state, clean, metrics_text, refs_text, state_text, step_text, stored_text, time_text
-from .styled import Text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -44,7 +45,7 @@ def write_lines(console: Console, lines: Iterable[Text]) -> None:
     """Write each line: cut to the width of a terminal, whole for a program or a file."""
     for line in lines:
         if console.is_terminal:
-            console.print(line.cut(console.width), no_wrap=True)
+            console.print(line, no_wrap=True, overflow="ellipsis")
         else:
             console.print(line, soft_wrap=True)
 

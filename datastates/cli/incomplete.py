@@ -143,10 +143,11 @@ def _held(replica: Replica) -> str:
 
 
 def _waiting_table(found: tuple[Waiting, ...]) -> Table:
+    from rich.text import Text
+
     from datastates.lineage.change.awaited import ranks_text
 
     from .render import age_text, short
-    from .styled import Text
     from .tables import Column, Table
 
     made = Table(
@@ -165,8 +166,9 @@ def _waiting_table(found: tuple[Waiting, ...]) -> Table:
 
 
 def _given_up_table(found: tuple[GivenUpState, ...]) -> Table:
+    from rich.text import Text
+
     from .render import age_text, short
-    from .styled import Text
     from .tables import Column, Table
 
     made = Table(

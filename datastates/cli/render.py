@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from rich.text import Text
+
 from datastates.lineage.show.texts import age_text, clean, first_line, metrics_text, plural, short, size_text, step_text, time_text
 from datastates.lineage.states import Ref, RefEvent, RefKind, State, Status
 
-from .styled import Text
 from .tables import Column, Table
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ def status_text(status: Status) -> Text:
 def stored_text(state: State) -> Text:
     """Where the state is stored, such as ``durable, 11.9 MiB``; if its bytes are gone, how much it was."""
     size = size_text(state.bytes_total)
-    return status_text(state.status).append(f", {size}" if state.status.is_restorable else f" (was {size})")
+    return Text.assemble(status_text(state.status), f", {size}" if state.status.is_restorable else f" (was {size})")
 
 
 def by_state(refs: Iterable[Ref]) -> dict[str, list[Ref]]:
@@ -87,11 +88,10 @@ def state_text(state: State, refs: Sequence[Ref] = ()) -> Text:
 def table(*columns: str) -> rich.table.Table:
     """An empty rich table, for long texts that fold."""
     from rich.table import Table as RichTable
-    from rich.text import Text as RichText
 
     made = RichTable(box=None, pad_edge=False, header_style="bold", show_edge=False)
     for column in columns:
-        made.add_column(RichText(clean(column)), no_wrap=True, overflow="ellipsis")
+        made.add_column(Text(clean(column)), no_wrap=True, overflow="ellipsis")
     return made
 
 
@@ -134,12 +134,11 @@ def events_table(events: Sequence[RefEvent]) -> Table:
 def facts_table(facts: Iterable[tuple[str, object]]) -> rich.table.Table:
     """A table of names and values, one below the other; values that are None or empty are left out."""
     from rich.table import Table as RichTable
-    from rich.text import Text as RichText
 
     made = RichTable.grid(padding=(0, 2))
     made.add_column(style="bold", no_wrap=True)
     made.add_column(overflow="fold")
     for name, value in facts:
         if value is not None and value != "":
-            made.add_row(name, value if isinstance(value, Text) else RichText(clean(str(value))))
+            made.add_row(name, value if isinstance(value, Text) else Text(clean(str(value))))
     return made

@@ -12,13 +12,13 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.text import Text
 
 from datastates.lineage.show.texts import clean
 
 from .cleaning import Cleaned, clean_line
 from .interrupt import orderly
-from .styled import Text
-from .tables import Table
+from .tables import Table, cut
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -71,7 +71,7 @@ class Shell:
 
     @cached_property
     def console(self) -> Console:
-        """rich's console, for output that moves or folds; tables and lines do without."""
+        """rich's console, for colours and for output that moves or folds."""
         from rich.console import Console
 
         return Console(highlight=False, markup=False, emoji=False, width=None if sys.stdout.isatty() else PIPED_WIDTH)
@@ -159,12 +159,15 @@ class Shell:
 
     def write_cut(self, lines: Iterable[Text]) -> None:
         """Write lines that may be cut to the width of a terminal, but must not fold."""
-        self._write_lines([line if self.width is None else line.cut(self.width) for line in lines])
+        self._write_lines([line if self.width is None else cut(line, self.width) for line in lines])
 
     def _write_lines(self, lines: Iterable[Text]) -> None:
         has_colours = is_terminal() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") not in ("dumb", "unknown")
         for line in map(clean_line, lines):
-            sys.stdout.write((line.ansi() if has_colours else str(line)).rstrip() + "\n")
+            if has_colours:
+                self.console.print(line, soft_wrap=True)
+            else:
+                sys.stdout.write(line.plain + "\n")
 
     def _write_rich(self, item: RenderableType) -> None:
         item = Cleaned(item)
@@ -182,7 +185,7 @@ class Shell:
         sys.stdout.flush()  # the output that it refers to comes first
         text = clean(text)
         is_dim = sys.stderr.isatty() and not os.environ.get("NO_COLOR")
-        sys.stderr.write((Text(text, "dim").ansi() if is_dim else text) + "\n")
+        sys.stderr.write((typer.style(text, dim=True) if is_dim else text) + "\n")
 
     def write_json(self, value: object) -> None:
         """Write one object, on a line of its own."""

@@ -8,13 +8,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from rich.text import Text
+
 from datastates.lineage.show.by_rank import by_rank
 from datastates.lineage.show.relevance import relevant_keys
 from datastates.lineage.show.texts import first_line
 from datastates.lineage.states import Ref, State
 
 from .render import age_text, by_state, refs_text, short, size_text, status_text, step_text
-from .styled import Text
 from .tables import Column, Table
 
 if TYPE_CHECKING:

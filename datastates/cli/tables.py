@@ -5,13 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from .styled import Text, width_of
+from rich.cells import cell_len
+from rich.text import Text
 
-__all__ = ["Column", "Table"]
+__all__ = ["Column", "Table", "cut"]
 
 _GAP = 2
 _LEAST = 8
 """The least width of a column that may be shortened, even if its header is shorter."""
+
+
+def cut(text: Text, width: int) -> Text:
+    """A copy of a text, at most this wide; an ellipsis shows that something is missing."""
+    made = text.copy()
+    made.truncate(width, overflow="ellipsis")
+    return made
 
 
 @dataclass(slots=True)
@@ -27,12 +35,12 @@ class Column:
     @property
     def width(self) -> int:
         """The width of its widest text."""
-        return max([width_of(self.name), *(cell.width for cell in self.cells)])
+        return max([cell_len(self.name), *(cell.cell_len for cell in self.cells)])
 
     @property
     def least(self) -> int:
         """The least width that it needs."""
-        return min(self.width, max(_LEAST, width_of(self.name))) if self.is_flexible else self.width
+        return min(self.width, max(_LEAST, cell_len(self.name))) if self.is_flexible else self.width
 
 
 @dataclass(slots=True)
@@ -69,7 +77,7 @@ class Table:
 
 
 def _is_blank(column: Column) -> bool:
-    return column.rank > 0 and bool(column.cells) and not any(cell.pieces for cell in column.cells)
+    return column.rank > 0 and bool(column.cells) and not any(column.cells)
 
 
 def _widths(columns: Sequence[Column], width: int | None) -> list[int]:
@@ -91,7 +99,7 @@ def _widths(columns: Sequence[Column], width: int | None) -> list[int]:
 
 
 def _line(row: Sequence[Text], columns: Sequence[Column], widths: Sequence[int]) -> Text:
-    cells = [cell.padded(wide, is_right=column.is_number) for cell, column, wide in zip(row, columns, widths, strict=True)]
-    if not columns[-1].is_number:
-        cells[-1] = row[-1].cut(widths[-1])
+    cells = [cut(cell, wide) for cell, wide in zip(row, widths, strict=True)]
+    for cell, column, wide in zip(cells, columns, widths, strict=True):
+        cell.align("right" if column.is_number else "left", wide)
     return Text(" " * _GAP).join(cells)

@@ -19,10 +19,10 @@ GRACE_S = 60
 
 
 @contextmanager
-def live(repositories: Mapping[str, Repository], *, port: int = 0, **options: Any) -> Iterator[str]:
+def live(repositories: Mapping[str, Repository], **options: Any) -> Iterator[str]:
     """The address of a server on a thread of this process; it ends as ``datastates serve`` does."""
     app = create_app(repositories, **{"tokens": TOKENS, **options})
-    listening = socket.create_server(("127.0.0.1", port))
+    listening = socket.create_server(("127.0.0.1", 0))
     url = f"http://127.0.0.1:{listening.getsockname()[1]}"
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off", timeout_graceful_shutdown=GRACE_S))
     thread = threading.Thread(target=server.run, args=([listening],), daemon=True)

@@ -16,8 +16,6 @@ from typer.testing import CliRunner
 
 import datastates
 from datastates import Config, Repository, Status
-from datastates.api.client import Client
-from datastates.api.serve import serve_in_thread
 from datastates.cli.app import app
 from datastates.lineage.change import clones
 from datastates.opening.lease import LEASES, Lease, beat_at
@@ -167,12 +165,6 @@ def test_clones_and_connections_are_told(client: TestClient, repo: Repository) -
         peer.refs()
         (told,) = asked(client, "servers")["items"]
         assert (told["url"], told["peers"], told["peers_ever"]) == (server.url, 1, 1)
-
-
-def test_the_client_says_the_same(repo: Repository) -> None:
-    with serve_in_thread({NAME: repo}) as server, Client(server.url) as client:
-        assert client.storage().tiers == client.stats().tiers
-        assert (client.processes().items, list(client.clones()), client.servers()) == ((), [], ())
 
 
 def test_the_terminal_says_the_same(serve: Serve, repo: Repository) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from datastates import Repository
+from datastates.lineage.change import refs
 from datastates.upkeep.eviction import evict
 from tests.api.conftest import BASE, NAME, READ, TOKENS, WRITE, Serve
 
@@ -109,6 +110,21 @@ def test_what_cannot_be_a_ref_is_refused(writer: TestClient, repo: Repository, n
 
 def test_state_that_is_not_there_cannot_be_named(writer: TestClient) -> None:
     assert writer.put(f"{REFS}/x", json={"kind": "tag", "rev": "main~99"}).status_code == 404
+
+
+def test_old_name_with_a_part_that_is_a_dot_is_no_other_name(writer: TestClient, repo: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = repo.tag("a/b", "main")
+    with monkeypatch.context() as older:
+        older.setattr(refs, "check_name", str)  # a lineage may have such names from a time when they were allowed
+        old = repo.tag("a/./b", "main")
+    path = f"{REFS}/a/%2E/b"  # a client would take a bare dot for another path
+
+    assert writer.get(path).json()["name"] == old.name
+    assert writer.delete(path, headers={"If-Match": writer.get(path).headers["etag"]}).status_code == 204
+    assert writer.get(f"{REFS}/{made.name}").json()["name"] == made.name
+    refused = writer.put(path, json={"kind": "tag", "rev": "main"})
+    assert (refused.status_code, refused.json()["kind"]) == (400, "invalid-input")
+    assert "'a/b' would do" in refused.json()["detail"]
 
 
 def test_ref_moves_only_from_the_version_that_was_seen(writer: TestClient, repo: Repository) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,7 +11,6 @@ import torch
 from torch import nn
 
 from datastates import InvalidInput, Repository
-from datastates.api.client import Client
 from datastates.api.serve import WebServer, serve_in_thread
 from datastates.show.thumbnails import MOST_BYTES
 from datastates.workflows import Job, Plan, SerialExecutor, Variant, explore, outliers
@@ -231,16 +229,3 @@ def test_too_many_samples_are_not_kept(repo: Repository) -> None:
     for most, said in ((0, "from 1"), (2001, "at most 2000")):
         with pytest.raises(InvalidInput, match=said):
             report.to_repository(repo, most=most)
-
-
-def test_the_client_says_the_same(repo: Repository, tmp_path: Path) -> None:
-    study(repo)
-    report_of(repo).to_repository(repo, most=3)
-    with serve_in_thread({NAME: repo}) as server, Client(server.url) as client:
-        assert [one.name for one in client.studies().items] == ["rates/first"]
-        detail = client.study("rates/first", metric="loss", limit=2)
-        assert (detail.metric, len(detail.variants), detail.total) == ("loss", 2, 3)
-        (soup,) = client.merges().items
-        assert [round(parent.weight or 0, 3) for parent in soup.parents] == [0.5, 0.5]
-        (report,) = client.outlier_reports()
-        assert [sample.index for sample in client.outlier_report(report.id, after=1).samples] == [10, 9]

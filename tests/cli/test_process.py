@@ -112,7 +112,18 @@ def test_lineage_commands_do_without_torch(root: Path, arguments: tuple[str, ...
 def test_commands_that_look_import_what_they_need(root: Path, arguments: tuple[str, ...]) -> None:
     found = modules_of(root, *arguments)
 
-    slow = {"torch", "numpy", "sqlalchemy.orm", "alembic", "pydantic", "rich", "fastapi", "networkx", "msgspec", "datastates.repository"}
+    slow = {
+        "torch",
+        "numpy",
+        "sqlalchemy.orm",
+        "alembic",
+        "pydantic",
+        "rich.console",
+        "fastapi",
+        "networkx",
+        "msgspec",
+        "datastates.repository",
+    }
     slow |= {"sqlalchemy.dialects.postgresql"} if arguments[0] in ("log", "refs", "tag", "branch", "reflog") else set()
     slow |= {"lark"} if arguments[0] != "find" else {"msgspec"}
     assert found & slow == ({"msgspec"} if arguments[0] == "find" else set()), "each of these takes a tenth of a command's time or more"

@@ -9,14 +9,13 @@ from typing import Any
 import pytest
 import torch
 import typer
-from rich.text import Text as RichText
+from rich.text import Text
 
 import datastates
 from datastates.cli.commands import LazyCommands
 from datastates.cli.exits import complain
 from datastates.cli.render import facts_table, table
 from datastates.cli.shell import MOST, Shell
-from datastates.cli.styled import Text
 from datastates.cli.tables import Column, Table
 from datastates.errors import NotFound
 from tests.cli.conftest import Invoke
@@ -48,7 +47,7 @@ def items() -> Iterator[Any]:
     yield lines
     facts = table(EVIL)
     facts.add_row(f"{EVIL}x")
-    facts.add_row(RichText(f"{EVIL}x", style="red"))
+    facts.add_row(Text(f"{EVIL}x", style="red"))
     yield facts
     yield facts_table([(EVIL, f"{EVIL}x")])
 

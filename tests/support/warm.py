@@ -47,7 +47,7 @@ MODULES = (
         "datastates.lineage.change.clones",
         "datastates.lineage.search.pages",
     ),
-    *("datastates.api.client", "datastates.api.serve", "datastates.clone.peer", "datastates.clone.serving", "datastates.tracking.tracker"),
+    *("datastates.api.serve", "datastates.clone.peer", "datastates.clone.serving", "datastates.tracking.tracker"),
     *("datastates.lineage.migrations.upgrade", "datastates.workflows", "datastates.workflows.running.worker"),
 )
 _SET_CHILD_SUBREAPER = 36
