@@ -35,6 +35,7 @@ from datastates.lineage.states import Note, Ref, RefKind, Run, State
 from datastates.opening.core import Core, Opened, core_of
 from datastates.store.comparing import are_equal
 from datastates.store.files import next_step
+from datastates.store.index import NAME
 from datastates.store.mapped import MappedReader
 from datastates.store.parts import refuse_parts
 from datastates.store.roles import Staged
@@ -152,6 +153,7 @@ def _write_packs(core: Core, states: Sequence[State], root: Path) -> tuple[dict[
             write_chunks(root, state.uid, chunks.digests)
             found[state.uid] = chunks.seal
         base, written = placed.manifest, written + placed.bytes_new
+    (root / PACKS / NAME).unlink(missing_ok=True)  # hints, which no digest covers
     return found, written
 
 

@@ -39,14 +39,14 @@ from .files import temporary
 from .naming import uid_of
 from .pack import PAGE
 
-__all__ = ["SHARED_BYTES", "ChunkIndex", "Hint", "chunk_hints", "state_hints", "state_key"]
+__all__ = ["NAME", "SHARED_BYTES", "ChunkIndex", "Hint", "chunk_hints", "state_hints", "state_key"]
 
 _logger = logging.getLogger(__name__)
 
 SHARED_BYTES = 64 << 10
 """Chunks below this size are not shared between unrelated states: storing them again costs less than what a shared chunk pins."""
 
-_NAME = ".chunks"
+NAME = ".chunks"
 _SUFFIX = ".safetensors"
 _ENTRY = struct.Struct("<16sIQ36s")
 _STEM_BYTES, _STEM_AT, _OFFSET = 36, 28, (1 << 48) - 1
@@ -71,7 +71,7 @@ class ChunkIndex:
     """The hints of one folder. Safe from any thread and process. Errors of the file system are logged, and then nothing is found."""
 
     def __init__(self, root: Path) -> None:
-        self._root, self._path = root, root / _NAME
+        self._root, self._path = root, root / NAME
 
     def find(self, keys: Iterable[_Key]) -> dict[_Key, list[Hint]]:
         """The hints about those of these chunks and states that have any, to be tried in their order."""

@@ -7,7 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
+
 import datastates
+from datastates.content.digest import decode, digest_of, encode
 from datastates.lineage.change.parts import waiting
 from datastates.lineage.states import Status, Why
 from datastates.modules.journal import Journal
@@ -97,8 +100,11 @@ def test_what_waits_is_listed_and_what_will_never_be_whole_is_removed(tmp_path: 
         with repo.core.reading() as session:
             assert waiting(session) == []
         given_up = next(iter(never_whole(repo)))
+        like = decode(part.read_bytes(), source="the manifest")
         for rank in range(2):
-            (tmp_path / "packs" / f"{given_up}.{rank}.manifest").write_bytes(part.read_bytes())
+            origin = msgspec.structs.replace(like.origin, uid=given_up, rank=rank)
+            copied = encode(msgspec.structs.replace(like, origin=origin, digest=digest_of(like.content, origin)))
+            (tmp_path / "packs" / f"{given_up}.{rank}.manifest").write_bytes(copied)
         assert repo.gc(dry_run=True).states == (given_up,)
         assert repo.gc().states == (given_up,)
         assert sorted(path.name for path in (tmp_path / "packs").glob("*.manifest")) == [
