@@ -294,7 +294,7 @@ def test_a_state_that_does_not_fit_leaves_nothing(made: Made, url: str) -> None:
 
 def test_an_evicted_state_names_the_nearest_that_is_there(made: Made, url: str) -> None:
     repo = made.repo(slots=4)
-    weight = torch.full((1000,), -2.0)
+    weight = torch.full((1 << 20,), -2.0)  # 4 MiB
     run = repo.track(weights={"weight": weight}, rng=False)
     kept = run.capture().wait("durable")
     weight.fill_(-1)
