@@ -1,5 +1,6 @@
 """Curves of a repository, cached: a branch that grew is read only from where it was before. Metrics that are added to states that
-were captured before make a new version of all curves."""
+were captured before make a new version of all curves.
+"""
 
 from __future__ import annotations
 
@@ -14,20 +15,71 @@ import numpy as np
 import numpy.typing as npt
 
 from datastates.lineage.lookup import states, uids_of
-from datastates.lineage.search.amended import metrics_version
-from datastates.lineage.search.axis import Axis, along, began
-from datastates.lineage.search.outline import Means, Outline, generation_of, means, names_of, outline
-from datastates.lineage.search.series import Curve, curve, lost_parts, partings
-from datastates.lineage.search.walk import first_meeting
-from datastates.lineage.states import Value
+from datastates.lineage.query.curves import (
+    Axis,
+    Curve,
+    Means,
+    Outline,
+    along,
+    began,
+    curve,
+    generation_of,
+    lost_parts,
+    means,
+    names_of,
+    outline,
+    partings,
+)
+from datastates.lineage.query.news import metrics_version
+from datastates.lineage.query.walk import first_meeting
+from datastates.values import Value
 
 from .models import Fork, Series, SeriesLine
-from .thinning import pool, thin
 
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
 
-__all__ = ["Curves", "Shape"]
+_KEPT = 5  # of each stretch
+
+
+def thin(values: npt.ArrayLike, points: int) -> npt.NDArray[np.intp]:
+    """The indices of at most ``points`` values that show what all of them do, rising."""
+    given = np.asarray(values, dtype=np.float64)
+    if len(given) <= points:
+        return np.arange(len(given))
+    is_gap = ~np.isfinite(given)
+    size = -(-len(given) // max(1, points // (_KEPT if is_gap.any() else _KEPT - 1)))
+    stretches = -(-len(given) // size)
+    padding = stretches * size - len(given)
+
+    def rows(array: npt.NDArray[np.float64], last: float) -> npt.NDArray[np.float64]:
+        return np.pad(array, (0, padding), constant_values=last).reshape(stretches, size)
+
+    starts = np.arange(stretches) * size
+    low, high = rows(np.where(is_gap, np.inf, given), np.inf), rows(np.where(is_gap, -np.inf, given), -np.inf)
+    kept = [starts, np.minimum(starts + size, len(given)) - 1, starts + low.argmin(axis=1), starts + high.argmax(axis=1)]
+    if is_gap.any():
+        kept.append(starts + rows(is_gap.astype(np.float64), 0.0).argmax(axis=1))
+    return np.unique(np.concatenate(kept))
+
+
+def pool(sums: npt.ArrayLike, counts: npt.ArrayLike, points: int) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.float64]]:
+    """The means over at most ``points`` stretches, from sums and counts of values: the index where each stretch ends, and its mean.
+
+    The mean of no values is NaN.
+    """
+    total, number = np.asarray(sums, dtype=np.float64), np.asarray(counts, dtype=np.float64)
+    if not len(total):
+        return np.arange(0), total
+    starts = np.arange(0, len(total), -(-len(total) // points))
+    with np.errstate(invalid="ignore"):
+        means = np.add.reduceat(total, starts) / np.add.reduceat(number, starts)
+    return np.append(starts[1:], len(total)) - 1, means
+
+
+# Curves of a repository, cached: a branch that grew is read only from where it was before.
+# Metrics that are added to states that were captured before make a new version of all curves.
+
 
 _POINTS = 2_000_000  # kept in memory, 24 bytes each
 _TRIED = 4  # how many kept curves are tried for a path shared with the wanted one

@@ -10,24 +10,31 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections import deque
-from collections.abc import Callable
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
+from dataclasses import fields, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from starlette.concurrency import run_in_threadpool
 
 from datastates.errors import Closed, DatastatesError, Unavailable
-from datastates.lineage.change.refs import last_event
-from datastates.lineage.show import events
-from datastates.lineage.states import RefEvent
+from datastates.lineage.query.names import last_event
+from datastates.lineage.states import RefEvent, Run, ending_of
+from datastates.lineage.views import detail as events
+from datastates.lineage.views.branch_rows import Branch, Life
+from datastates.lineage.views.branches import processes
+from datastates.lineage.views.study_trees import ReportDetail
+from datastates.lineage.write import runs
+from datastates.maintenance.lease import Home, beat_at, life_of
+from datastates.thumbnails import image_of
 
-from .problems import Refusal
+from .models import Processes, ProcessInfo, RunInfo, TrainingInfo
+from .routing import Refusal
 
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
-
-__all__ = ["Listener", "LiveEvents"]
 
 _logger = logging.getLogger(__name__)
 
@@ -124,9 +131,9 @@ class LiveEvents:
     def _enter(self, listener: Listener) -> None:
         with self._lock:
             if self._is_closed:
-                raise _refusal("the server is about to end: connect again later")
+                raise _refusal_live("the server is about to end: connect again later")
             if len(self._listeners) >= self._listeners_max:
-                raise _refusal(f"{self._listeners_max} clients listen to events of {self._name!r}, no more may: try again later")
+                raise _refusal_live(f"{self._listeners_max} clients listen to events of {self._name!r}, no more may: try again later")
             self._listeners.add(listener)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name=f"datastates-events-{self._name}", daemon=True)
@@ -176,7 +183,7 @@ class LiveEvents:
         """Poll once: the horizon to wait for, and whether there is more to read at once."""
         with self._read() as session:
             if self._newest is None:
-                horizon = events.newest(session) if horizon is None else events.settle(session, horizon)
+                horizon = events.newest_events(session) if horizon is None else events.settle(session, horizon)
                 found = None
             else:
                 found = events.read(session, self._newest, horizon=horizon, limit=_PAGE)
@@ -206,7 +213,7 @@ class LiveEvents:
                 listener._wake()
 
 
-def _refusal(detail: str) -> Refusal:
+def _refusal_live(detail: str) -> Refusal:
     return Refusal(503, "unavailable", detail, {"Retry-After": str(_RETRY_S)})
 
 
@@ -253,3 +260,122 @@ class Listener:
         if self._loop is not None:
             with suppress(RuntimeError):  # its loop has ended
                 self._loop.call_soon_threadsafe(self._woken.set)
+
+
+# Runs and what became of their processes, for the API and for ``datastates runs``; and the
+# processes that are tracking now.
+
+
+def infos(session: Session, found: Sequence[Run], home: Home) -> list[RunInfo]:
+    """These runs, in their order; ``home`` is the folder in which leases are looked for."""
+    heads = runs.branches_of(session, [run.uid for run in found])
+    died = runs.died(session, {run.process for run in found if run.process is not None})
+    made = []
+    for run in found:
+        life = life_of(run, home)
+        made.append(
+            RunInfo(
+                **{field.name: getattr(run, field.name) for field in fields(Run)},
+                life=life,
+                branches=tuple(heads.get(run.uid, ())),
+                ending=ending_of(run, died, is_over=life is Life.ENDED),
+            )
+        )
+    return made
+
+
+def now(session: Session, home: Home, *, metric: str | None = None, limit: int) -> Processes:
+    """The processes that are tracking now, at most ``limit``; ``home`` is the folder in which leases are looked for."""
+    found, metric = processes(session, partial(life_of, home=home), metric=metric)
+    items = tuple(
+        ProcessInfo(
+            uid=each.run.uid,
+            host=each.run.host,
+            pid=each.run.pid,
+            user=each.run.user,
+            argv=each.run.argv,
+            started_at=each.run.started_at,
+            life=each.life,
+            beat_at=beat_at(home.path, each.run.uid),
+            trainings=tuple(_training(run, each.branches.get(run.uid)) for run in each.trainings),
+        )
+        for each in found[:limit]
+    )
+    return Processes(items, len(found), metric)
+
+
+def _training(run: Run, branch: Branch | None) -> TrainingInfo:
+    """A training that is going on. ``branch`` is the one whose newest state it captured."""
+    return TrainingInfo(
+        uid=run.uid,
+        branch=run.branch,
+        started_at=run.started_at,
+        state=None if branch is None else branch.head,
+        step=None if branch is None else branch.step,
+        status=None if branch is None else branch.status,
+        captured_at=None if branch is None else branch.changed_at,
+        steps_per_s=None if branch is None else branch.steps_per_s,
+        last=None if branch is None or branch.last is None else branch.last.value,
+    )
+
+
+# Pictures of samples from a user's function: what it returns is checked before it is sent, and a
+# few are kept.
+
+
+TYPES = ("image/png", "image/jpeg", "image/gif", "image/webp")
+"""The only formats that are served as pictures: SVG may contain scripts."""
+
+Show = Callable[[int], object]
+"""Returns the picture of a sample for its index: an array, or bytes of an encoded picture."""
+
+_KEPT_BYTES = 16 << 20
+_WAIT_S = 10.0
+
+
+class Pictures:
+    """Calls the user's function for one picture at a time, so that it need not be safe from several threads."""
+
+    def __init__(self, show: Show) -> None:
+        self._show = show
+        self._asking, self._lock = threading.Lock(), threading.Lock()
+        self._kept: OrderedDict[int, bytes] = OrderedDict()
+        self._kept_bytes = 0
+
+    def of(self, index: int) -> bytes:
+        """The picture of a sample, encoded.
+
+        :raises Refusal: the function failed, returned something else, or is busy.
+        """
+        with self._lock:
+            if index in self._kept:
+                self._kept.move_to_end(index)
+                return self._kept[index]
+        if not self._asking.acquire(timeout=_WAIT_S):
+            raise _refusal_pictures("is busy with other pictures: try again")
+        try:
+            image = image_of(self._show(index), index)
+        except Exception as error:  # the user's function may raise anything; the log tells all of it to the person who started the server
+            _logger.exception("the function that shows samples failed for sample %d", index)
+            said = str(error) if isinstance(error, DatastatesError) else f"it raised {type(error).__name__}"
+            raise _refusal_pictures(f"gave none of sample {index}: {said}") from error
+        finally:
+            self._asking.release()
+        self._keep(index, image)
+        return image
+
+    def _keep(self, index: int, image: bytes) -> None:
+        with self._lock:
+            if self._kept.setdefault(index, image) is image:
+                self._kept_bytes += len(image)
+            while self._kept_bytes > _KEPT_BYTES and len(self._kept) > 1:
+                self._kept_bytes -= len(self._kept.popitem(last=False)[1])
+
+
+def shown(found: ReportDetail) -> ReportDetail:
+    """The report with every sample marked as having a picture, since the function draws any."""
+    return replace(found, samples=tuple(replace(sample, has_picture=True) for sample in found.samples))
+
+
+def _refusal_pictures(why: str) -> Refusal:
+    return Refusal(503, Unavailable.kind, f"the function that shows samples {why}")

@@ -9,18 +9,26 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Generic, TypeVar
 
-from datastates.lineage.endings import Ending
-from datastates.lineage.search.holders import Replica
-from datastates.lineage.search.incomplete import Incomplete, Part
-from datastates.lineage.show.branches import Branch, Branches, Life
-from datastates.lineage.show.comparison import Comparison
-from datastates.lineage.show.holdings import Held
-from datastates.lineage.show.merges import Ingredient, Merge, Merges
-from datastates.lineage.show.parallels import Parallels
-from datastates.lineage.show.reports import Report, ReportDetail, ReportSample
-from datastates.lineage.show.stats import Counts, KeyStats
-from datastates.lineage.show.studies import Stage, Studies, Study, StudyDetail, StudyVariant
-from datastates.lineage.states import Note, Ref, RefEvent, RefKind, Run, State, Status, Value
+from datastates.lineage.query.incomplete import Incomplete, Part
+from datastates.lineage.query.names import Replica
+from datastates.lineage.states import Ending, Note, Ref, RefEvent, RefKind, Run, State, Status
+from datastates.lineage.views.branch_rows import Branch, Branches, Life
+from datastates.lineage.views.comparison import Comparison, Parallels
+from datastates.lineage.views.detail import Counts, Held, KeyStats
+from datastates.lineage.views.study_trees import (
+    Ingredient,
+    Merge,
+    Merges,
+    Report,
+    ReportDetail,
+    ReportSample,
+    Stage,
+    Studies,
+    Study,
+    StudyDetail,
+    StudyVariant,
+)
+from datastates.values import Value
 
 __all__ = [
     "Annotations",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from fastapi.openapi.utils import get_openapi
 from pydantic import TypeAdapter
 
-from .problems import MEDIA_TYPE, Problem
+from .routing import MEDIA_TYPE, Problem
 
 if TYPE_CHECKING:
     from fastapi import FastAPI

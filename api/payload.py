@@ -2,23 +2,35 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
-from collections.abc import Iterator, Sequence
+import re
+import threading
+import time
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
+import anyio.from_thread
+import msgspec
 import torch
+from fastapi import Request, Response
 
-from datastates.content.geometry import dtype_of, rebuild
-from datastates.content.manifest import CHUNK_BYTES, TensorSpec
-from datastates.content.shards import is_whole
-from datastates.errors import InvalidInput
-from datastates.export.tensors import Entry, header_of, in_order, words_about
+from datastates.errors import Cancelled, InvalidInput, Unavailable
+from datastates.files.checkpoints import Entry, header_of, in_order, words_about
 from datastates.lineage.states import State
-from datastates.objects.report import Selection
-from datastates.store.reading import read_flat, specs_of
-from datastates.store.tier import Reader
+from datastates.state.geometry import dtype_of, is_whole, rebuild
+from datastates.state.manifest import CHUNK_BYTES, TensorSpec
+from datastates.state.report import Selection
+from datastates.storage.reading import read_flat, specs_of
+from datastates.storage.tier import Reader
 
-__all__ = ["StateFile"]
+from .routing import Refusal
+
+if TYPE_CHECKING:
+    from starlette.types import Receive, Send
+    from starlette.types import Scope as AsgiScope
 
 PIECE_BYTES = 1 << 20
 
@@ -145,3 +157,217 @@ def _indices(flat: int, shape: Sequence[int]) -> tuple[int, ...]:
         assert number < size
         found.append(number)
     return tuple(found)
+
+
+# Requests that read payload: a few at a time, and none for a client that has hung up.
+
+
+_AT_ONCE = 4
+_WAIT_S = 2.0
+_LOOK_S = 0.25
+
+
+class PayloadReads:
+    """A limit on how many requests of one repository read payload at once: each occupies a thread, and the disk."""
+
+    def __init__(self, at_once: int = _AT_ONCE, wait_s: float = _WAIT_S) -> None:
+        self._free = threading.BoundedSemaphore(at_once)
+        self._at_once, self._wait_s = at_once, wait_s
+
+    @contextmanager
+    def one(self) -> Iterator[None]:
+        """Hold one of the places.
+
+        :raises Refusal: none became free in time.
+        """
+        if not self._free.acquire(timeout=self._wait_s):
+            detail = f"{self._at_once} requests read states of this repository just now: try again in a few seconds"
+            raise Refusal(503, Unavailable.kind, detail, {"Retry-After": "2"})
+        try:
+            yield
+        finally:
+            self._free.release()
+
+
+def stop_when_gone(request: Request) -> Callable[[], None]:
+    """A function that the thread of a request calls often.
+
+    :raises Cancelled: the client has hung up.
+    """
+    looked = time.monotonic()
+
+    def look() -> None:
+        nonlocal looked
+        if time.monotonic() - looked < _LOOK_S:
+            return
+        looked = time.monotonic()
+        if anyio.from_thread.run(request.is_disconnected):
+            raise Cancelled("the client hung up")
+
+    return look
+
+
+def stop_after(seconds: float, what: str, instead: str) -> Callable[[], None]:
+    """A function to call often during ``what``, which must end in time; ``instead`` is the advice to a client when it does not.
+
+    :raises InvalidInput: ``seconds`` have passed.
+    """
+    until = time.monotonic() + seconds
+
+    def look() -> None:
+        if time.monotonic() > until:
+            raise InvalidInput(f"{what} takes more than {seconds:g} s, and was given up: {instead}")
+
+    return look
+
+
+# The range of bytes that a request asks for (RFC 9110, 14).
+
+
+_RANGE = re.compile(r"bytes\s*=\s*(\d{0,18})\s*-\s*(\d{0,18})\s*", re.ASCII | re.IGNORECASE)
+
+
+def range_of(header: str | None, size: int) -> tuple[int, int] | None:
+    """``[start, end)`` of something of ``size`` bytes. None means the whole: no range was asked for, or several, or the header is no range.
+
+    An empty range (``start == end``) cannot be satisfied: 416.
+    """
+    found = _RANGE.fullmatch(header or "")
+    if found is None or found.groups() == ("", ""):
+        return None
+    first, last = found.groups()
+    if not first:
+        return max(size - int(last), 0), size
+    if last and int(last) < int(first):
+        return None
+    start = min(int(first), size)
+    return start, max(min(int(last) + 1, size) if last else size, start)
+
+
+# Answers that are sent piece by piece, and end when the client has hung up.
+
+
+STALLED_S = 60.0
+
+
+class Streamed(Response):
+    """``pieces`` as the body. ``close`` is called once, however it ends: all sent, client gone or stalled, or an error.
+
+    The client bounds the memory: the next piece is produced once the one before was taken. An error in ``pieces`` breaks the connection, so
+    that no client mistakes what was sent for the whole.
+    """
+
+    def __init__(
+        self,
+        pieces: AsyncGenerator[bytes],
+        *,
+        close: Callable[[], object],
+        headers: Mapping[str, str],
+        media_type: str,
+        status: int = 200,
+    ) -> None:
+        self.status_code, self.media_type, self.background = status, media_type, None
+        self._pieces, self._close = pieces, close
+        self.init_headers(headers)
+
+    async def __call__(self, scope: AsgiScope, receive: Receive, send: Send) -> None:
+        """Send until either the pieces or the connection ends."""
+        sending, leaving = asyncio.ensure_future(self._send(send)), asyncio.ensure_future(_gone(receive))
+        try:
+            await asyncio.wait((sending, leaving), return_when=asyncio.FIRST_COMPLETED)
+            if sending.done():
+                sending.result()
+        finally:
+            for task in (sending, leaving):
+                task.cancel()
+            try:
+                await asyncio.gather(sending, leaving, return_exceptions=True)  # a thread that is still reading for it ends first
+                await self._pieces.aclose()
+            finally:
+                self._close()
+
+    async def _send(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        async for piece in self._pieces:
+            async with asyncio.timeout(STALLED_S):
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+# Answers: values as JSON, with only the fields that were asked for; a client that already has the
+# answer gets 304.
+
+
+_encoder = msgspec.json.Encoder(enc_hook=str)
+
+
+def reply(
+    value: object,
+    *,
+    request: Request | None = None,
+    fields: str | None = None,
+    etag: str | bool | None = None,
+    status: int = 200,
+    headers: Mapping[str, str] | None = None,
+) -> Response:
+    """``value`` as JSON. ``fields`` are names separated by commas, of the value or of each item of a page: ``uid,step,metrics.loss``.
+
+    With ``etag`` and ``request``, a client that already has the answer gets 304 and no body. True computes the tag from the body.
+
+    :raises InvalidInput: there is no such field; the error lists those that exist.
+    """
+    sent = dict(headers or {})
+    if isinstance(etag, str) and request is not None and is_known(request, etag):
+        return Response(status_code=304, headers={**sent, "ETag": etag})
+    chosen = value if not fields else _project(msgspec.to_builtins(value, enc_hook=str), fields.split(","))
+    body = _encoder.encode(chosen)
+    if etag is True:
+        etag = _tag(body)
+        if request is not None and is_known(request, etag):
+            return Response(status_code=304, headers={**sent, "ETag": etag})
+    if etag:
+        sent["ETag"] = etag
+    return Response(body, status_code=status, headers=sent, media_type="application/json")
+
+
+def is_known(request: Request, etag: str) -> bool:
+    """Whether the client sent this tag in ``If-None-Match``. A proxy may have made the tag a weak one."""
+    tags = [tag.strip().removeprefix("W/") for tag in request.headers.get("if-none-match", "").split(",")]
+    return etag in tags or "*" in tags
+
+
+def etag_of(*parts: object) -> str:
+    """A strong tag made of what an answer depends on."""
+    return _tag(_encoder.encode(parts))
+
+
+def _tag(data: bytes) -> str:
+    import blake3
+
+    return f'"{blake3.blake3(data).hexdigest(16)}"'
+
+
+def _project(value: Any, fields: Sequence[str]) -> Any:
+    if isinstance(value, dict) and {"items", "next"} <= set(value):
+        return value | {"items": [_pick(item, fields) for item in value["items"]]}
+    return _pick(value, fields)
+
+
+def _pick(item: dict[str, Any], fields: Sequence[str]) -> dict[str, Any]:
+    picked: dict[str, Any] = {}
+    for field in fields:
+        name, _, key = field.strip().partition(".")
+        if name not in item:
+            raise InvalidInput(f"there is no field {name!r}: choose among {', '.join(item)}")
+        if not key:
+            picked[name] = item[name]
+        elif isinstance(item[name], dict):
+            picked.setdefault(name, {}).update({key: item[name][key]} if key in item[name] else {})
+        else:
+            raise InvalidInput(f"the field {name!r} has no parts: write {name}, not {field}")
+    return picked

@@ -9,32 +9,190 @@ They are plain ASGI, so that streams flow through them.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 import ipaddress
 import logging
+import os
 import re
-from collections.abc import Iterable, Mapping
+import socket
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import RedirectResponse
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from datastates.errors import DatastatesError
+from datastates.errors import DatastatesError, InvalidInput
+from datastates.system.admission import Admission, Limits
+from datastates.system.files import is_sendable, read_secret
+from datastates.transport.connections import Arrival, Door, Visitors, keep_from_children, let_go_by
 
-from .connections import PLACE
-from .problems import Refusal, respond
-from .routing import Scope
-from .tokens import check_token
+from .routing import Refusal, Scope, respond
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Send
     from starlette.types import Scope as Request
 
-__all__ = ["BODY_BYTES", "OPEN", "QUERY_BYTES", "Gatekeeper", "Hosts", "Origins", "Shield", "Tokens", "is_open"]
+    from datastates.system.admission import Place
+
+VARIABLE = "DATASTATES_WEB_TOKENS"
+_CHARACTERS = 16
+_MAKE = "make one with: datastates token FILE --scope read"
+_SCOPES = {scope.name.lower(): scope for scope in (Scope.READ, Scope.WRITE, Scope.ADMIN)}
+
+
+def read_tokens(path: str | os.PathLike[str] | None = None, environ: Mapping[str, str] | None = None) -> dict[str, Scope]:
+    """Each token and its scope, from a file with lines ``SCOPE TOKEN``, else from ``DATASTATES_WEB_TOKENS``; there may be none.
+
+    :raises InvalidInput: the file cannot be read; a line has no scope, or a token that can be guessed; or other users
+        of the machine can read the file. Tokens are not shown.
+    """
+    if path is None:
+        said = (os.environ if environ is None else environ).get(VARIABLE, "")
+        return dict(_entry(*each.partition(":")[::2], where=f"{VARIABLE}, entry {n}") for n, each in enumerate(said.split(), 1))
+    try:
+        lines = read_secret(path, f"the file of tokens {os.fspath(path)!r}").decode().splitlines()
+    except UnicodeDecodeError as exc:
+        raise InvalidInput(f"the tokens in {os.fspath(path)!r} cannot be read (it is no text): name a file with lines SCOPE TOKEN") from exc
+    found: dict[str, Scope] = {}
+    for number, line in enumerate(lines, 1):
+        said = line.strip()
+        if said and not said.startswith("#"):
+            scope, _, token = said.partition(" ")
+            found.update([_entry(scope, token.strip(), where=f"{os.fspath(path)}, line {number}")])
+    if not found:
+        raise InvalidInput(f"{os.fspath(path)!r} holds no tokens: write lines SCOPE TOKEN; {_MAKE}")
+    return found
+
+
+def _entry(scope: str, token: str, *, where: str) -> tuple[str, Scope]:
+    if scope.lower() not in _SCOPES:
+        raise InvalidInput(f"{where}: it begins with no scope: write {', '.join(_SCOPES)}, then the token")
+    check_token(token, where)
+    return token, _SCOPES[scope.lower()]
+
+
+def check_token(token: str, where: str) -> None:
+    """Raise unless a token can be used.
+
+    :raises InvalidInput: it can be guessed, or can never arrive. The token is not shown.
+    """
+    if len(token) < _CHARACTERS:
+        raise InvalidInput(f"{where}: the token has {len(token)} characters, and fewer than {_CHARACTERS} can be guessed: {_MAKE}")
+    if not is_sendable(token):
+        raise InvalidInput(f"{where}: the token has characters that a header cannot carry: {_MAKE}")
+
+
+# One connection of a browser or a program: admitted or refused, and ended when it makes no
+# progress.
+
+
+PLACE = "datastates.place"
+"""The key in a request's ``state`` for the place of its connection, which ``Gatekeeper`` holds."""
+
+REQUEST_S = 10.0
+"""The time for a whole request: from the connection, or the first byte of a further request, to the request's last byte."""
+
+ANSWER_S = 30.0
+"""The time within which some bytes of an answer that waits to be taken must leave."""
 
 _logger = logging.getLogger(__name__)
+_logger.setLevel(logging.ERROR)  # nothing is logged of what strangers send: that would fill a disk
+
+
+def limits() -> Limits:
+    """The limits of a web server."""
+    return Limits(proof_s=REQUEST_S)
+
+
+class Connection(H11Protocol):
+    """Runs on the server's loop once the head of its first request is there; until then the connection is an ``arrival``."""
+
+    def __init__(self, *args: Any, arrival: Arrival, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.logger = _logger
+        self._arrival = arrival
+        self._place: Place = arrival.hand_over()
+        self._request_timer: asyncio.TimerHandle | None = None
+        self._answer_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as in uvicorn's own
+        """Give the request the time that is left."""
+        super().connection_made(transport)
+        self._await_request(self._arrival.due)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Give the place back."""
+        super().connection_lost(exc)
+        self._unset_keepalive_if_required()
+        self._stop_waiting()
+        if self._answer_timer is not None:
+            self._answer_timer.cancel()
+        self._place.release()
+
+    def data_received(self, data: bytes) -> None:
+        """Take in part of a request; data that comes after the connection was given up is ignored."""
+        if self.transport.is_closing():
+            return
+        if self._request_timer is None and self._is_idle():
+            self._await_request()
+        super().data_received(data)
+
+    def handle_events(self) -> None:
+        """Stop waiting for a request once it is complete."""
+        super().handle_events()
+        if self._is_idle():
+            return
+        self.scope["state"][PLACE] = self._place
+        if not self.cycle.more_body:
+            self._stop_waiting()
+        elif self._request_timer is None:
+            self._await_request()
+
+    def on_response_complete(self) -> None:
+        """Let other connections have the place until the next request."""
+        self._place.loosen()
+        super().on_response_complete()
+        self._await_taking()
+
+    def pause_writing(self) -> None:
+        """Begin to time the other side, which takes no more bytes for now."""
+        super().pause_writing()
+        self._await_taking()
+
+    def _is_idle(self) -> bool:
+        return self.cycle is None or self.cycle.response_complete  # type: ignore[redundant-expr]  # uvicorn has None there at first
+
+    def _await_request(self, due: float | None = None) -> None:
+        self._request_timer = self.loop.call_at(self.loop.time() + REQUEST_S if due is None else due, self.transport.abort)
+
+    def _stop_waiting(self) -> None:
+        if self._request_timer is not None:
+            self._request_timer.cancel()
+            self._request_timer = None
+
+    def _await_taking(self) -> None:
+        """End the connection unless some of the waiting bytes leave within ``ANSWER_S``; repeat until none wait."""
+        waiting = self.transport.get_write_buffer_size()
+        if not waiting or self._answer_timer is not None:
+            return
+
+        def look() -> None:
+            self._answer_timer = None
+            if self.transport.get_write_buffer_size() < waiting:
+                self._await_taking()
+            else:
+                self.transport.abort()
+
+        self._answer_timer = self.loop.call_later(ANSWER_S, look)
+
+
+# Permissions: the layers around the application, which every request passes before a route is
+# chosen.
+
 
 BODY_BYTES = 64 << 10
 QUERY_BYTES = 32 << 10
@@ -288,3 +446,59 @@ def _is_address(name: str) -> bool:
     except ValueError:
         return False
     return True
+
+
+# The web server's listening sockets. The kernel holds a connection's bytes, and we only peek at
+# them, until the head of its first request is complete: a crowd that only connects costs a
+# training next to nothing (see ``visitors``).
+
+
+_LEAST_BYTES = 8  # no request is shorter
+_HEAD_BYTES = 16 << 10  # a longer head is no longer awaited here
+_END_OF_HEAD = re.compile(rb"\n\r?\n")  # as h11 defines it
+_SPACE = 0x20
+
+
+class Listening:
+    """One listening socket; ``made`` creates the protocol that reads and answers an arrival. Belongs to the server's loop, which treats it
+    as an ``asyncio.Server``."""
+
+    def __init__(self, listening: socket.socket, admission: Admission, made: Callable[[Arrival], asyncio.Protocol]) -> None:
+        listening.setblocking(False)
+        name = f"port {listening.getsockname()[1]}"
+        self._made = made
+        self._beginning: set[asyncio.Task[None]] = set()
+        keep_from_children(self, listening)
+        self._visitors = Visitors(
+            listening, Door(admission), word=_word, arrived=self._begin, name=name, head_bytes=_HEAD_BYTES, is_crowd_silent=True
+        )
+
+    def close(self) -> None:
+        """Accept no more; connections that have sent no request are closed. Idempotent."""
+        self._visitors.close()
+        let_go_by(self)
+
+    async def wait_closed(self) -> None:
+        """Wait until each accepted connection has been handed to the server."""
+        if self._beginning:
+            await asyncio.wait(self._beginning)
+
+    def _begin(self, connection: socket.socket, arrival: Arrival, _: bytes) -> None:
+        beginning = asyncio.create_task(self._give(connection, arrival))
+        self._beginning.add(beginning)
+        beginning.add_done_callback(self._beginning.discard)
+
+    async def _give(self, connection: socket.socket, arrival: Arrival) -> None:
+        try:
+            await asyncio.get_running_loop().connect_accepted_socket(lambda: self._made(arrival), connection)
+        except OSError:  # the client left at once
+            connection.close()
+            arrival.release()
+
+
+def _word(said: bytes) -> int:
+    """The length of a request's head; while the head is incomplete, one byte more than has come. h11 refuses what cannot be a head."""
+    if len(said) < _LEAST_BYTES:
+        return _LEAST_BYTES
+    is_whole = _END_OF_HEAD.search(said) is not None or len(said) >= _HEAD_BYTES
+    return len(said) if is_whole or said[0] <= _SPACE else len(said) + 1

@@ -18,24 +18,23 @@ from urllib.parse import urlsplit
 
 import uvicorn
 
-from datastates.clone.serving import ServerStats
 from datastates.errors import InvalidInput, Unavailable, Unsupported
-from datastates.opening.core import Opened, core_of
-from datastates.opening.environment import node_name
+from datastates.maintenance.core import Opened, core_of
+from datastates.maintenance.environment import node_name
 from datastates.system.admission import Admission
-from datastates.system.bell import Latch
+from datastates.system.threads import Latch
+from datastates.transport.serving import ServerStats
 
 from .app import create_app
-from .connections import Connection, limits
-from .listening import Listening
-from .pictures import Pictures, Show
+from .live import Pictures, Show
 from .routing import Scope
+from .security import Connection, Listening, limits
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
+    from datastates.transport.connections import Arrival
     from datastates.transport.contract import Tls
-    from datastates.transport.wire.arrival import Arrival
 
 __all__ = ["DEFAULT_URL", "WebServer", "name_of", "serve_in_thread", "serve_repository"]
 

@@ -10,21 +10,16 @@ from typing import TYPE_CHECKING, Annotated
 from fastapi import Depends, Path, Request
 
 from datastates.errors import NotFound, Unavailable
-from datastates.lineage.deadline import within
-from datastates.lineage.show.rows import counts_of
-from datastates.lineage.show.sparkline import Lines
-from datastates.opening.core import Core
+from datastates.lineage.database import within
+from datastates.lineage.views.branch_rows import Lines, counts_of
+from datastates.maintenance.core import Core
 
+from .cache import Forecasts, Kept, Norms, Statistics
 from .curves import Curves
-from .forecasts import Forecasts
-from .kept import Kept
-from .live import LiveEvents
-from .norms import Norms
-from .pictures import Pictures
-from .problems import Refusal
-from .reads import PayloadReads
-from .statistics import Statistics
-from .windows import Windows
+from .graph_windows import Windows
+from .live import LiveEvents, Pictures
+from .payload import PayloadReads
+from .routing import Refusal
 
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session

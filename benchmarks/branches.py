@@ -27,10 +27,11 @@ from many_states import METRICS, make
 
 from datastates.api.curves import Curves
 from datastates.lineage import Database, NewState, StateFacts
-from datastates.lineage.change import record, refs
 from datastates.lineage.lookup import id_of
-from datastates.lineage.search.series import curve
-from datastates.lineage.show.overview import branches
+from datastates.lineage.query import names as names_query
+from datastates.lineage.query.curves import curve
+from datastates.lineage.views.branches import branches
+from datastates.lineage.write import record
 
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
@@ -89,12 +90,12 @@ def curves(long: int) -> dict[str, Callable[[Session], object]]:
     names = ["main", *(f"branch-{number}" for number in range(1, long))][:8]
 
     def summarised(session: Session) -> object:
-        ids = [id_of(session, refs.get(session, name).state) for name in names]
+        ids = [id_of(session, names_query.get(session, name).state) for name in names]
         return Curves().series(session, names, ids, ["loss"], 1000)
 
     return {
         "curves of 8 long branches": summarised,
-        "one of them, state by state": lambda s: curve(s, id_of(s, refs.get(s, names[-1]).state), "loss"),
+        "one of them, state by state": lambda s: curve(s, id_of(s, names_query.get(s, names[-1]).state), "loss"),
     }
 
 
@@ -128,7 +129,7 @@ def recording(path: Path, captures: int) -> dict[str, list[float]]:
         shutil.copy(path, copy)
         database = Database(f"sqlite:///{copy}")
         with database.read() as session:
-            head = refs.get(session, "main").state
+            head = names_query.get(session, "main").state
         tips: dict[str, str] = dict.fromkeys(times, head)
         for step in range(captures):
             for name, took in times.items():

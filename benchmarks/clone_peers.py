@@ -27,7 +27,7 @@ from torch import Tensor
 
 import datastates
 from datastates.config import Config
-from datastates.transport.wire import near
+from datastates.transport import same_host
 
 __all__ = [
     "WAYS",
@@ -336,7 +336,7 @@ class Ours(Way):
         return peer
 
     def fetch(self) -> None:
-        os.environ[near.SWITCH] = "1" if self.is_near else "0"  # read when a connection begins: one for each clone
+        os.environ[same_host.SWITCH] = "1" if self.is_near else "0"  # read when a connection begins: one for each clone
         peer = self.peer or self._connect()
         peer.clone("main", into=self.objects, atomic=self.is_atomic)
         if not self.is_connected:

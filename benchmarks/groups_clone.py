@@ -25,10 +25,9 @@ from common import machine, out, short, spread, table
 
 import datastates
 from datastates import Config
-from datastates.clone import serving
-from datastates.clone.peer import Peer
 from datastates.ranks import TorchGroup
-from datastates.transport.wire import near
+from datastates.transport import same_host, serving
+from datastates.transport.peer import Peer
 
 __all__ = ["main"]
 
@@ -42,7 +41,7 @@ def main(folder: Path, *, mib: int, rounds: int, paces: list[float]) -> None:
     """Print a table for each pace: how many MB a second one source gives at most, 0 as fast as it can."""
     out(machine())
     out(f"{mib} MiB in {_TENSORS} tensors, over TCP on loopback, into live tensors, verified; {rounds} rounds in turns, after one more\n")
-    os.environ[near.SWITCH] = "0"  # else chunks are read where they lie, which is one copy and no stream
+    os.environ[same_host.SWITCH] = "0"  # else chunks are read where they lie, which is one copy and no stream
     torch.set_num_threads(1)
     for pace in paces:
         out(f"each source gives {f'at most {pace:g} MB/s' if pace else 'what it can'}\n")
@@ -118,7 +117,7 @@ def _job(folder: Path, count: int, mib: int, pace: float) -> Iterator[Peer]:
 def _serve(pipe: Connection, rank: int, count: int, place: str, mib: int, pace: float) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore", FutureWarning)  # torch's own, of what it calls itself
-    os.environ |= {near.SWITCH: "0", "GLOO_SOCKET_IFNAME": "lo"}
+    os.environ |= {same_host.SWITCH: "0", "GLOO_SOCKET_IFNAME": "lo"}
     if pace:
         _slow_down(pace)
     dist.init_process_group("gloo", init_method=f"file://{place}/meeting", rank=rank, world_size=count)

@@ -20,10 +20,10 @@ from pathlib import Path
 import postgresql
 from common import machine, out, short, spread, table
 
+from datastates.engine.rank_reports import Said, report
 from datastates.lineage import Database, NewState, Run, StateFacts, Status
-from datastates.lineage.change import runs
-from datastates.lineage.change.parts import Telling
-from datastates.modules.telling import Said, report
+from datastates.lineage.write import runs
+from datastates.lineage.write.parts import Telling
 
 __all__ = ["main"]
 

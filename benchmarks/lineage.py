@@ -27,9 +27,8 @@ from many_states import BRANCHES, METRICS, RARE, make, make_at
 from postgresql import serving
 
 from datastates.lineage import Database, NewState, StateFacts
-from datastates.lineage.change import record
-from datastates.lineage.search import pages as search
-from datastates.lineage.search import revision, walk
+from datastates.lineage.query import pages, revision, walk
+from datastates.lineage.write import record
 
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
@@ -125,10 +124,8 @@ def measure(url: str, rounds: int) -> dict[str, list[float]]:
     with database.read() as session:
         head = revision.resolve(session, "main")
     reads: dict[str, Callable[[Session], object]] = {
-        "rare metric filter": lambda s: search.find(s, "metrics.rare > 0.5"),
-        "two metrics, sorted, first 20": lambda s: search.find(
-            s, "metrics.loss < 0.1 and metrics.acc > 0.5 order by metrics.loss limit 20"
-        ),
+        "rare metric filter": lambda s: pages.find(s, "metrics.rare > 0.5"),
+        "two metrics, sorted, first 20": lambda s: pages.find(s, "metrics.loss < 0.1 and metrics.acc > 0.5 order by metrics.loss limit 20"),
         "10,000 ancestors (ids)": lambda s: walk.ancestor_ids(s, head.uid, limit=10_000),
         "main~9999": lambda s: revision.resolve(s, "main~9999"),
         "log, first page of 50": lambda s: walk.log(s, head.uid, limit=50),
@@ -137,7 +134,7 @@ def measure(url: str, rounds: int) -> dict[str, list[float]]:
     with database.read() as session:
         for read in reads.values():
             read(session)
-        found = len(search.find(session, "metrics.rare > 0.5").states)
+        found = len(pages.find(session, "metrics.rare > 0.5").states)
         if found != RARE:
             raise SystemExit(f"the rare filter found {found} states instead of {RARE}: take the database away and build it again")
     for _ in range(rounds):

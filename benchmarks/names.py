@@ -33,9 +33,9 @@ import datastates
 from datastates.lineage import Database
 from datastates.lineage.schema import MetricRow, RefRow, SegmentRow, StateRow, StretchRow
 from datastates.lineage.schema import table as table_of
-from datastates.lineage.show.overview import branches
+from datastates.lineage.views.branches import branches
+from datastates.maintenance.retention_pass import usage
 from datastates.repository import Repository
-from datastates.upkeep.usage import usage
 
 GOAL = {"prune, dry run": 150, "prune best, dry run": 150, "prune": 150, "du": 150, "track": 2, "capture": 2, "tag in the terminal": 2}
 """The greatest ratio of the times, for a hundred times as many names."""

@@ -30,8 +30,8 @@ from torch.nn.functional import cross_entropy, softmax
 
 import datastates
 from datastates import Config, Repository
-from datastates.workflows import Job, OutlierReport, Plan, SerialExecutor, explore, kfold, outliers
-from datastates.workflows.outliers.cost import FORWARD
+from datastates.studies import Job, OutlierReport, Plan, SerialExecutor, explore, kfold, outliers
+from datastates.studies.outlier_scores import FORWARD
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 from fashion import load

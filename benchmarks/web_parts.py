@@ -23,7 +23,7 @@ from pathlib import Path
 from common import out
 from many_states import make
 
-from datastates.api.page import STATIC
+from datastates.api.app import STATIC
 
 __all__ = ["await_server", "bare", "capturing", "chromium", "copied", "repository", "served", "uids"]
 

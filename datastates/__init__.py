@@ -19,13 +19,29 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from types import ModuleType
 
-    from .algebra.ensemble import Ensemble, Prediction
-    from .capture.handle import Capture
-    from .clone.peer import Peer, connect
-    from .clone.serving import Server
-    from .clone.transfer import Cloned, Transfer
+    from datastates.compare.ensemble import Ensemble, Prediction
+    from datastates.engine.handle import Capture
+    from datastates.engine.processors import Item, Module
+    from datastates.integrations.saved import load, save
+    from datastates.lineage.states import Ref, RefEvent, Run, State, Status
+    from datastates.maintenance.reindex import reindex
+    from datastates.policy.auto import Auto
+    from datastates.policy.computed import CheckFreq, Daly, TwoLevel, Young
+    from datastates.policy.contract import Cadence, CadenceChoice, OnImprovement
+    from datastates.policy.retention import Retention
+    from datastates.state.encoding import register_encoder
+    from datastates.state.generators import RngState
+    from datastates.state.report import RestoreReport
+    from datastates.state.sampler import PermutationSampler
+    from datastates.system.logs import JsonLines
+    from datastates.training.guard import Guard, Rewind
+    from datastates.training.tracker import Tracker
+    from datastates.transport.contract import Tls
+    from datastates.transport.peer import Peer, connect
+    from datastates.transport.serving import Server
+    from datastates.transport.transfer import Cloned, Transfer
+
     from .config import BackPressure, Config, OnFailure
-    from .content.encoding import register_encoder
     from .errors import (
         Ambiguous,
         Cancelled,
@@ -46,25 +62,7 @@ if TYPE_CHECKING:
         Unavailable,
         Unsupported,
     )
-    from .integrations.saved import load, save
-    from .lineage.states import Ref, RefEvent, Run, State, Status
-    from .modules.contract import Item, Module
-    from .objects.report import RestoreReport
-    from .objects.rng import RngState
-    from .objects.sampler import PermutationSampler
-    from .policy.auto import Auto
-    from .policy.cadence import Cadence
-    from .policy.checkfreq import CheckFreq
-    from .policy.contract import CadenceChoice
-    from .policy.improvement import OnImprovement
-    from .policy.mtbf import Daly, TwoLevel, Young
-    from .policy.retention import Retention
     from .repository import Repository, open
-    from .system.logs import JsonLines
-    from .tracking.guard import Guard, Rewind
-    from .tracking.tracker import Tracker
-    from .transport.contract import Tls
-    from .upkeep.reindex import reindex
 
     __version__: str
     """The version that is installed, such as ``"0.1.0"``."""
@@ -136,43 +134,43 @@ _MODULES = {
     "Auto": "policy.auto",
     "BackPressure": "config",
     "OnFailure": "config",
-    "Cadence": "policy.cadence",
+    "Cadence": "policy.contract",
     "CadenceChoice": "policy.contract",
-    "Capture": "capture.handle",
-    "CheckFreq": "policy.checkfreq",
-    "Cloned": "clone.transfer",
+    "Capture": "engine.handle",
+    "CheckFreq": "policy.computed",
+    "Cloned": "transport.transfer",
     "Config": "config",
-    "Daly": "policy.mtbf",
-    "Ensemble": "algebra.ensemble",
-    "Guard": "tracking.guard",
-    "Item": "modules.contract",
+    "Daly": "policy.computed",
+    "Ensemble": "compare.ensemble",
+    "Guard": "training.guard",
+    "Item": "engine.processors",
     "JsonLines": "system.logs",
-    "Module": "modules.contract",
-    "OnImprovement": "policy.improvement",
-    "Peer": "clone.peer",
-    "PermutationSampler": "objects.sampler",
-    "Prediction": "algebra.ensemble",
+    "Module": "engine.processors",
+    "OnImprovement": "policy.contract",
+    "Peer": "transport.peer",
+    "PermutationSampler": "state.sampler",
+    "Prediction": "compare.ensemble",
     "Ref": "lineage.states",
     "RefEvent": "lineage.states",
     "Repository": "repository",
-    "RestoreReport": "objects.report",
+    "RestoreReport": "state.report",
     "Retention": "policy.retention",
-    "Rewind": "tracking.guard",
-    "RngState": "objects.rng",
+    "Rewind": "training.guard",
+    "RngState": "state.generators",
     "Run": "lineage.states",
-    "Server": "clone.serving",
+    "Server": "transport.serving",
     "State": "lineage.states",
     "Status": "lineage.states",
     "Tls": "transport.contract",
-    "Tracker": "tracking.tracker",
-    "Transfer": "clone.transfer",
-    "TwoLevel": "policy.mtbf",
-    "Young": "policy.mtbf",
-    "connect": "clone.peer",
+    "Tracker": "training.tracker",
+    "Transfer": "transport.transfer",
+    "TwoLevel": "policy.computed",
+    "Young": "policy.computed",
+    "connect": "transport.peer",
     "load": "integrations.saved",
     "open": "repository",
-    "register_encoder": "content.encoding",
-    "reindex": "upkeep.reindex",
+    "register_encoder": "state.encoding",
+    "reindex": "maintenance.reindex",
     "save": "integrations.saved",
 }
 """The module in which each public name lives. Public names that are not listed here are errors."""

@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any, Literal, Protocol
 
+from datastates.policy.auto import Auto
+from datastates.policy.contract import Cadence, Policy
+from datastates.policy.retention import DEFAULT, Retention, retention_of
+from datastates.policy.text import parse, policy
+
 from . import values
 from .errors import InvalidInput
-from .policy.auto import Auto
-from .policy.cadence import Cadence
-from .policy.contract import Policy
-from .policy.retention import DEFAULT, Retention, retention_of
-from .policy.text import parse, policy
 
 __all__ = ["BackPressure", "Config", "Data", "OnFailure", "data_plane", "parse_bytes"]
 
@@ -62,7 +62,7 @@ class Module(Protocol):
 
 
 class FurtherTier(Protocol):
-    """A user's tier, as far as a configuration needs to know it; the whole contract is ``datastates.store.Tier``."""
+    """A user's tier, as far as a configuration needs to know it; the whole contract is ``datastates.storage.Tier``."""
 
     @property
     def name(self) -> str:
@@ -106,7 +106,7 @@ class Config:
       are faster, and damage goes unnoticed.
     - ``data``: what carries the bytes of clones.
     - ``modules``: your own steps, called with every state that is captured or merged (``datastates.Module``).
-    - ``tiers``: your own tiers, nearest first (``datastates.store.Tier``). Each state that becomes durable is put there too, and is read
+    - ``tiers``: your own tiers, nearest first (``datastates.storage.Tier``). Each state that becomes durable is put there too, and is read
       from there when no nearer tier has it. They are closed with the repository.
     - ``group_patience_s``: how long a state of several ranks waits for a part that a rank does not report before it is given up.
     - ``on_step``: called with a name after each durable step (see ``store.tiers.packs_in``), on the thread that took it; for tests and

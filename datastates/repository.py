@@ -11,36 +11,33 @@ from inspect import signature
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, TypedDict, Unpack
 
+from datastates.engine.outbox import settle
+from datastates.lineage.states import State
+from datastates.lineage.write.record import FIRST, Reduce, check_reduce
+from datastates.maintenance.loading import device_of, load, restore
+from datastates.maintenance.location import locate
+from datastates.policy.retention import Retention, asked_for, retention_of
+from datastates.state.adapters import split_values
+from datastates.state.report import RestoreReport
+from datastates.system.interrupts import undisturbed
+from datastates.training.collective import Together, find
+from datastates.training.configuration import configuration
+from datastates.training.script_checks import refuse_misspelt
+from datastates.training.start import Terms, follow, together
+from datastates.training.tracker import Tracker
+
 from . import values
-from .capture.shutdown import settle
+from .collective import Group, SoloGroup, group_of
 from .config import BackPressure, Config, OnFailure, data_plane
-from .door.algebra import Algebra
-from .door.history import History
-from .door.refs import Names
-from .door.upkeep import Upkeep
 from .errors import DatastatesError, InvalidInput
-from .lineage.change.reduction import FIRST, Reduce, check_reduce
-from .lineage.states import State
-from .objects.handed import split_values
-from .objects.oversights import refuse_misspelt
-from .objects.report import RestoreReport
-from .opening.location import locate
-from .policy.retention import Retention, asked_for, retention_of
-from .system.interrupts import undisturbed
-from .tracking.belonging import find
-from .tracking.configuration import configuration
-from .tracking.start import Terms, follow, together
-from .tracking.together import Together
-from .tracking.tracker import Tracker
-from .transport.clone.groups import Group, SoloGroup, group_of
-from .upkeep.loading import device_of, load, restore
+from .facade import Algebra, History, Names, Upkeep
 
 if TYPE_CHECKING:
     import torch
 
-    from .clone.serving import Server
-    from .policy.contract import Policy
-    from .transport.contract import Tls
+    from datastates.policy.contract import Policy
+    from datastates.transport.contract import Tls
+    from datastates.transport.serving import Server
 
 __all__ = ["Repository", "open"]
 
@@ -97,7 +94,7 @@ _SERVED = ServeOptions(token=None, token_file=None, tls=None, is_writable=False,
 
 
 def _tls(value: object, what: str) -> Tls:
-    from .transport.contract import tls_of  # the transport takes a while to import, and few serve
+    from datastates.transport.contract import tls_of  # the transport takes a while to import, and few serve
 
     return tls_of(value, what)
 
@@ -366,20 +363,22 @@ class Repository(Upkeep, Names, History, Algebra):
         :raises Unavailable: the address is taken.
         :raises Unsupported: ``data="ucx"``, and UCXX is not installed.
         """
-        from .clone.serving import PeerServer  # the transport takes a while to import, and few serve
-        from .clone.siblings import serve_together
+        from datastates.transport.serving import (
+            PeerServer,  # the transport takes a while to import, and few serve
+            serve_together,
+        )
 
         if group is not None and group.size > 1:
             return serve_together(group, partial(self.serve, url, **options))
         tls, is_writable, data, pictures = options["tls"], options["is_writable"], options["data"], options["pictures"]
-        from .transport.session.handshake import check_writers, read_token
+        from datastates.transport.handshake import check_writers, read_token
 
         self.core.check_open()
         secret = read_token(options["token"], options["token_file"])
         if is_writable:
             check_writers(url, secret)
         if url.startswith("http:"):
-            from .api.serve import serve_repository  # FastAPI is imported only when it is needed
+            from datastates.api.serve import serve_repository  # FastAPI is imported only when it is needed
 
             server: Server = serve_repository(self, url, token=secret, tls=tls, is_writable=is_writable, pictures=pictures)
         elif pictures is not None:
@@ -429,6 +428,6 @@ class Repository(Upkeep, Names, History, Algebra):
         return f"<Repository {self.location}>"
 
     def _repr_html_(self) -> str:
-        from .show.notebook import repository_html  # only notebooks need it
+        from .notebook import repository_html  # only notebooks need it
 
         return repository_html(self.core)

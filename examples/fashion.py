@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from datastates.demo.images import CLOTHES, FOLDER, load
+from datastates.demo.outliers import CLOTHES, FOLDER, load
 
 __all__ = ["CLOTHES", "FOLDER", "load"]

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 import datastates
 from datastates import Config, Repository
-from datastates.workflows import outliers
+from datastates.studies import outliers
 
 
 def build(pixels: int, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:

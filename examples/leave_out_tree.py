@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import datastates
-from datastates.workflows import Job, cut, explore, leave_out, prefix_epochs, work, work_done
+from datastates.studies import Job, cut, explore, leave_out, prefix_epochs, work, work_done
 
 STUDY = "tree"
 PREFIX = 5

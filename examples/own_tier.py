@@ -8,7 +8,7 @@ import tempfile
 import torch
 
 import datastates
-from datastates.store import KeyedTier
+from datastates.storage import KeyedTier
 
 
 class BucketTier(KeyedTier):

@@ -15,7 +15,7 @@ from torch.optim import AdamW
 
 import datastates
 from datastates import ranks
-from datastates.workflows import Job, Plan, Variant, explore
+from datastates.studies import Job, Plan, Variant, explore
 
 PLAN = Plan(
     (

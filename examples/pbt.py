@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import datastates
-from datastates.lineage.states import Value
-from datastates.workflows import Choice, Distribution, Exploration, Job, LogUniform, Plan, Uniform, explore, sample
+from datastates.studies import Choice, Distribution, Exploration, Job, LogUniform, Plan, Uniform, explore, sample
+from datastates.values import Value
 
 SEARCH: dict[str, Distribution] = {"lr": LogUniform(1e-4, 1.0), "dropout": Uniform(0.0, 0.6), "seed": Choice(range(2**31))}
 

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 import datastates
 from datastates import PermutationSampler
-from datastates.demo.images import load
+from datastates.demo.outliers import load
 
 BATCH = 32
 

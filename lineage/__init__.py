@@ -1,8 +1,8 @@
 """The graph of states in SQL. Queries are functions that take a session of a ``Database``; each module groups those of one noun.
 
 from datastates.lineage import Database
-from datastates.lineage.change import record, refs
-from datastates.lineage.search import walk
+from datastates.lineage.write import record, refs
+from datastates.lineage.query import walk
 
 with database.write() as session:
     record.record(session, NewState(StateFacts(...), digest))
@@ -14,9 +14,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .change.runs import Recovered
+    from datastates.lineage.write.runs import Recovered
+    from datastates.values import Value
+
     from .database import Database
-    from .states import Edge, EdgeKind, NewState, Note, Ref, RefEvent, RefKind, Run, State, StateFacts, Status, Value
+    from .states import Edge, EdgeKind, NewState, Note, Ref, RefEvent, RefKind, Run, State, StateFacts, Status
 
 __all__ = [
     "Database",
@@ -36,7 +38,7 @@ __all__ = [
 ]
 
 
-_ELSEWHERE = {"Database": "database", "Recovered": "change.runs"}
+_ELSEWHERE = {"Database": "database", "Recovered": "write.runs"}
 """The module in which a name lives. All other names are values, in ``states``."""
 
 

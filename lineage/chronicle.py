@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import msgspec
 
-from .states import Value
+from datastates.values import Value
 
 __all__ = [
     "VERSION",

@@ -16,6 +16,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
+from contextvars import ContextVar
 from functools import partial, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
@@ -24,20 +25,80 @@ from sqlalchemy import URL, Connection, Engine, create_engine, event, exc, make_
 from sqlalchemy.pool import QueuePool
 
 from datastates.errors import Closed, Conflict, Corrupt, DatastatesError, InvalidInput, NotFound, Unavailable
-from datastates.system import masking
-from datastates.system.deeds import deed
+from datastates.lineage.migrations import new
+from datastates.system import logs
+from datastates.system.files import FILE_MODE, make_folders, share
 from datastates.system.interrupts import Mutex, checkpoint, undisturbed
-from datastates.system.sharing import FILE_MODE, make_folders, share
+from datastates.system.threads import deed
 
-from . import anchor, deadline
-from .frozen import Frozen, why_frozen
-from .migrations import HEAD, KNOWN, new
+from . import sqlite_files
+from .migrations import HEAD, KNOWN
 from .session import Session
+from .sqlite_files import Frozen, why_frozen
 
 if TYPE_CHECKING:
     from sqlalchemy import ExceptionContext
 
-__all__ = ["Database", "translate", "undeterred"]
+_STEPS = 10_000  # of SQLite's virtual machine between two checks of the clock: some 100 us
+_until: ContextVar[tuple[float, float] | None] = ContextVar("datastates_deadline", default=None)
+
+
+@contextmanager
+def within(seconds: float) -> Iterator[None]:
+    """Give everything that this thread or task reads in the block one common deadline; a deadline set before still holds.
+
+    :raises InvalidInput: (raised by the reads) it took longer.
+    """
+    token = _until.set(_until.get() or (time.monotonic() + seconds, seconds))
+    try:
+        yield
+    finally:
+        _until.reset(token)
+
+
+def is_set() -> bool:
+    """Whether a deadline holds for this thread or task."""
+    return _until.get() is not None
+
+
+def _check_deadline(*_: object) -> None:
+    until = _until.get()
+    if until is not None and time.monotonic() > until[0]:
+        raise overdue()
+
+
+@contextmanager
+def enforced(session: Session) -> Iterator[None]:
+    """Have the database end reads in a session when the deadline passes, if there is one."""
+    until = _until.get()
+    if until is None:
+        yield
+        return
+    at, connection = until[0], session.connection()
+    event.listen(connection, "before_cursor_execute", _check_deadline)  # of this connection alone, which ends with the session
+    if connection.dialect.name != "sqlite":
+        milliseconds = max(1, int((at - time.monotonic()) * 1000))
+        connection.execute(text(f"SET LOCAL statement_timeout = {milliseconds}"))
+        yield
+        return
+    raw: Any = connection.connection.dbapi_connection
+    raw.set_progress_handler(lambda: time.monotonic() > at, _STEPS)
+    try:
+        yield
+    finally:
+        raw.set_progress_handler(None, 0)
+
+
+def overdue() -> InvalidInput:
+    """The error for a query that takes too long."""
+    until = _until.get()
+    given = "" if until is None else f" more than {until[1]:g} s"
+    return InvalidInput(f"the answer takes{given}, and was given up: ask for less (fewer heads, fewer '@best', a narrower search)")
+
+
+# The lineage database: SQLite in a file, or PostgreSQL. Opening migrates; transactions come as
+# context managers.
+
 
 _logger = logging.getLogger(__name__)
 
@@ -103,7 +164,7 @@ class Database:
         parsed = _parse(url)
         self.is_sqlite = parsed.get_backend_name() == "sqlite"
         self.url = parsed.render_as_string(hide_password=False)
-        self._shown = masking.text(parsed.render_as_string(hide_password=True))
+        self._shown = logs.text(parsed.render_as_string(hide_password=True))
         self._pid = os.getpid()
         self._turn = Mutex()
         self._closed = False
@@ -203,7 +264,7 @@ class Database:
                 self._used(),
                 deed(f"asking the lineage {self._shown}"),
                 Session(engine) as session,
-                deadline.enforced(session),
+                enforced(session),
             ):
                 yield session
         except (exc.SQLAlchemyError, self._engine.dialect.loaded_dbapi.Error) as error:
@@ -246,11 +307,11 @@ class Database:
             connection = session.connection()
             if not self.is_sqlite:
                 connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _MIGRATION_LOCK})
-            version = _check(connection, self._shown)
+            version = _check_database(connection, self._shown)
             if version is None and self.is_sqlite:
                 new.write(connection)
             elif version != HEAD:
-                from .migrations.upgrade import upgrade  # Alembic takes 100 ms to import
+                from datastates.lineage.migrations.upgrade import upgrade  # Alembic takes 100 ms to import
 
                 upgrade(connection)
         self._open(create=False)
@@ -261,7 +322,7 @@ class Database:
         :raises Conflict: it is not the file that was ``opened``.
         """
         self._end.detach()
-        self._end = self._ended_by(anchor.cast(self._path))
+        self._end = self._ended_by(sqlite_files.cast(self._path))
         self._held = _number(self._path), _number(f"{self._path}-shm")
         if self._held[0] != opened:
             raise Conflict(f"{self._shown} was replaced while it was opened: open it again")
@@ -273,7 +334,7 @@ class Database:
         """
         if file is None:
             raise Unavailable(f"{self._shown} is gone: put the file back, or a copy of it")
-        with anchor.alone(self._path) as is_alone:
+        with sqlite_files.alone(self._path) as is_alone:
             if is_alone and _number(f"{self._path}-shm") == self._held[1]:  # SQLite would apply the log of the earlier file to this one
                 rest = [0, 1, 0]
                 if self._engine.pool.checkedin():  # type: ignore[attr-defined] # QueuePool has it; else it would connect to the new file
@@ -319,11 +380,11 @@ def translate(error: Exception, where: str, *, was_there: bool = False) -> Datas
         error = exc.DBAPIError.instance(None, None, error, Exception)
     origin = error.orig if isinstance(error, exc.DBAPIError) and error.orig is not None else error
     said, _, _ = (str(origin.args[0] if origin.args else "") if origin is error else str(origin)).strip().partition("\n")  # never the SQL
-    said = masking.text(said)
+    said = logs.text(said)
     code = getattr(origin, "sqlstate", None)
     lower = said.lower()
-    if deadline.is_set() and (code == _CANCELLED or getattr(origin, "sqlite_errorcode", 0) == sqlite3.SQLITE_INTERRUPT):
-        return deadline.overdue()
+    if is_set() and (code == _CANCELLED or getattr(origin, "sqlite_errorcode", 0) == sqlite3.SQLITE_INTERRUPT):
+        return overdue()
     if code == _CANCELLED:
         return Unavailable(f"{where} gave up what it was asked ({said}): see who cancels there, and its statement_timeout")
     if code in _PASSING:
@@ -390,7 +451,7 @@ def _parse(url: str) -> URL:
     try:
         parsed = make_url(url)
     except (exc.ArgumentError, ValueError) as error:
-        raise InvalidInput(f"{masking.text(url)!r} is not a database URL: use sqlite:///path or postgresql+psycopg://host/name") from error
+        raise InvalidInput(f"{logs.text(url)!r} is not a database URL: use sqlite:///path or postgresql+psycopg://host/name") from error
     if parsed.drivername in ("postgresql", "postgres"):
         parsed = parsed.set(drivername="postgresql+psycopg")
     if parsed.drivername == "sqlite+pysqlite":
@@ -399,7 +460,7 @@ def _parse(url: str) -> URL:
         raise InvalidInput(f"a lineage cannot live in {parsed.drivername!r}: use sqlite:///path or postgresql+psycopg://host/name")
     if parsed.drivername == "sqlite":
         if not parsed.database or parsed.database == ":memory:" or parsed.query:
-            raise InvalidInput(f"{masking.text(url)!r} names no file: use sqlite:///path, without options")
+            raise InvalidInput(f"{logs.text(url)!r} names no file: use sqlite:///path, without options")
         parsed = parsed.set(database=str(Path(parsed.database).absolute()))
     return parsed
 
@@ -567,7 +628,7 @@ def _version(connection: Connection) -> str | None:
         raise
 
 
-def _check(connection: Connection, where: str) -> str | None:
+def _check_database(connection: Connection, where: str) -> str | None:
     """The schema's revision, if we can migrate from it. The caller holds the lock that migrations take."""
     tables = _tables(connection)
     if not tables:

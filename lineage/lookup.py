@@ -5,30 +5,85 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from sqlalchemy import BigInteger, ColumnElement, Select, bindparam, select
+from sqlalchemy import BigInteger, ColumnElement, Select, bindparam, delete, insert, select
 
 from datastates.errors import Ambiguous, InvalidInput, NotFound
+from datastates.system import logs
+from datastates.values import Value
 
-from . import settings
-from .batches import batches
-from .schema import AttributeRow, EdgeRow, MetricRow, RunRow, StateRow, from_us, table
-from .states import Edge, EdgeKind, State, Status, Value
-from .typed import value_of
+from .schema import AmendmentRow, AttributeRow, EdgeRow, MetricRow, RunRow, SettingRow, StateRow, from_us, table
+from .states import OURS, Edge, EdgeKind, State, Status, columns_of, value_of
 
 if TYPE_CHECKING:
+    from sqlalchemy import Connection
     from sqlalchemy.orm import Session
 
-__all__ = ["id_by_prefix", "id_of", "ids_of", "state", "states", "uids_of", "unknown"]
+_setting = table(SettingRow)
+_state = table(StateRow)
+_edge = table(EdgeRow)
+_metric = table(MetricRow)
+_attribute = table(AttributeRow)
+_run = table(RunRow)
+
+T = TypeVar("T")
+
+
+def batches(values: Sequence[T], most: int) -> Iterator[list[T]]:
+    """The values in their order, at most ``most`` at a time; no batch if there are none."""
+    for start in range(0, len(values), most):
+        yield list(values[start : start + most])
+
+
+# The settings of runs: the part of their configuration that somebody chose, one row for each
+# value.
+
+
+_BATCH = 1000  # ids in one IN list
+
+
+def keep(connection: Connection, run_id: int, config: Mapping[str, Value], *, replaces: bool = False) -> None:
+    """Record the settings of a run, secrets masked. ``replaces``: in place of those that it has."""
+    if replaces:
+        connection.execute(delete(_setting).where(_setting.c.run_id == run_id))
+    rows = [{"run_id": run_id, **columns_of(key, value, "setting")} for key, value in shown(config).items()]
+    if rows:
+        connection.execute(_KEEP, rows)
+
+
+def shown(config: Mapping[str, Value]) -> dict[str, Value]:
+    """The part of a configuration that is kept: what somebody chose, with secrets masked."""
+    return logs.named({key: value for key, value in config.items() if not key.startswith(OURS)})
+
+
+def of_runs(connection: Connection, ids: Iterable[int]) -> dict[int, dict[str, Value]]:
+    """The settings of runs by row id, each in alphabetical order; runs without any are left out."""
+    found: defaultdict[int, dict[str, Value]] = defaultdict(dict)
+    for some in batches(sorted(set(ids)), _BATCH):
+        for id_, key, type_, number, text in connection.execute(_OF_RUNS, {"ids": some}).all():
+            found[id_][key] = value_of(type_, number, text)
+    return {id_: logs.named(chosen) for id_, chosen in found.items()}
+
+
+_KEEP = insert(_setting)
+_OF_RUNS = (
+    select(_setting.c.run_id, _setting.c.key, _setting.c.type, _setting.c.number, _setting.c.text)
+    .where(_setting.c.run_id.in_(bindparam("ids", type_=BigInteger, expanding=True)))
+    .order_by(_setting.c.run_id, _setting.c.key)
+)
+
+
+# States by uid, by the beginning of a uid, and in bulk: a handful of queries however many there
+# are.
+
 
 _PREFIX = re.compile(r"[0-9a-f]{4,24}")
-_BATCH = 1000  # ids in one IN list
 _LISTED = 5  # candidates listed in a message
 
-_state, _edge, _metric, _attribute, _run = (table(row) for row in (StateRow, EdgeRow, MetricRow, AttributeRow, RunRow))
 _parent = _state.alias("parent")
 _COLUMNS = ("id", "uid", "digest", "step", "micro_step", "message", "created_at", "status", "generation", "bytes_total", "bytes_new",
             "world_size")  # fmt: skip
@@ -165,7 +220,7 @@ def _load(session: Session, ids: list[int]) -> dict[int, State]:
     for id_, parent, kind, weight in connection.execute(load.edges, bound).all():
         edges[id_].append(Edge(parent, EdgeKind(kind), weight))
     rows = connection.execute(load.states, bound).all()
-    configs = settings.of_runs(connection, {row[-1] for row in rows if row[-1] is not None})
+    configs = of_runs(connection, {row[-1] for row in rows if row[-1] is not None})
     found = {}
     for (
         id_, uid, digest, step, micro_step, message, created_at, status, generation, bytes_total, bytes_new, world_size, parent, run, run_id
@@ -192,3 +247,28 @@ def _load(session: Session, ids: list[int]) -> dict[int, State]:
             config=configs.get(run_id, {}),
         )
     return found
+
+
+# Amendments: one append-only table with a row for each write or change in tables that do not only
+# grow.
+
+
+class Amended(StrEnum):
+    """What changed: the record of a run, the attributes or the metrics of a state, its seal, a variant of a study, a report."""
+
+    RUN = "run"
+    ATTRIBUTES = "attributes"
+    METRICS = "metrics"
+    SEAL = "seal"
+    VARIANT = "variant"
+    REPORT = "report"
+
+
+def amend(session: Session, kind: Amended, names: Iterable[str], *, study: str | None = None) -> None:
+    """Note that these are new or have changed: uids of runs or states, or names. Variants also need their ``study``."""
+    rows = [{"kind": kind.value, "name": name, "study": study} for name in names]
+    if rows:
+        session.execute(_NOTE, rows)
+
+
+_NOTE = insert(table(AmendmentRow))

@@ -6,7 +6,7 @@ Times are UTC, stored as microseconds since the epoch, so that SQLite and Postgr
 from __future__ import annotations
 
 from datetime import UTC, datetime, timedelta
-from typing import cast
+from typing import TYPE_CHECKING, Any, cast
 
 from sqlalchemy import (
     JSON,
@@ -25,37 +25,56 @@ from sqlalchemy import (
     literal_column,
 )
 
-from .declared import DeclarativeBase, Mapped, mapped_column
+if TYPE_CHECKING:
+    from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+else:
+    from sqlalchemy import Boolean, Column, Double, Integer, MetaData, String, Table
 
-__all__ = [
-    "EXACT_INT",
-    "AmendmentRow",
-    "AttributeRow",
-    "Base",
-    "CloneRow",
-    "EdgeRow",
-    "FolderRow",
-    "MetricRow",
-    "NoteRow",
-    "PartRow",
-    "RefEventRow",
-    "RefRow",
-    "ReplicaRow",
-    "ReportRow",
-    "ReportSampleRow",
-    "RepositoryRow",
-    "RunRow",
-    "SealRow",
-    "SegmentRow",
-    "SettingRow",
-    "StateRow",
-    "StretchRow",
-    "VariantRow",
-    "beginning",
-    "from_us",
-    "table",
-    "to_us",
-]
+    _TYPES = {"bool": Boolean, "float": Double, "int": Integer, "str": String}
+    _OPTIONAL = " | None"
+
+    class Mapped:
+        """The annotation of a column; only its text is ever used."""
+
+    class DeclarativeBase:
+        """The root of the classes that share ``metadata``."""
+
+        metadata: MetaData
+
+        def __init_subclass__(cls) -> None:
+            name = cls.__dict__.get("__tablename__")
+            if name is None:
+                return
+            said = cls.__dict__.get("__table_args__", ())
+            parts, options = ((), said) if isinstance(said, dict) else (tuple(p for p in said if not isinstance(p, dict)), {})
+            options = options or next((dict(part) for part in said if isinstance(part, dict)), {})
+            columns = [_column(cls, field, noted) for field, noted in cls.__annotations__.items()]
+            cls.__table__ = Table(name, cls.metadata, *columns, *parts, **options)
+            for column in columns:
+                setattr(cls, column.key, column)
+
+        @classmethod
+        def __clause_element__(cls) -> Table:
+            """The table, which SQLAlchemy uses in place of the class."""
+            return cls.__table__
+
+    def mapped_column(*arguments: Any, **options: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """A column whose name, and all that is not given here, come from the annotation."""
+        return arguments, options
+
+    def _column(cls: type, name: str, noted: str) -> Column[Any]:
+        """The column for ``x: Mapped[int | None] = mapped_column(…)``; annotations are strings here."""
+        inner = noted.removeprefix("Mapped[").removesuffix("]")
+        arguments, options = cls.__dict__.get(name, ((), {}))
+        plain = inner.removesuffix(_OPTIONAL)
+        type_ = () if arguments else (_TYPES[plain](),)  # a foreign key has the type of the column that it refers to
+        is_key = options.get("primary_key", False)
+        return Column(name, *type_, *arguments, **{"nullable": inner != plain and not is_key, **options})
+
+
+# The tables of the lineage, as typed SQLAlchemy models. One naming convention names every
+# constraint.
+
 
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
@@ -309,7 +328,7 @@ class FolderRow(Base):
 
 
 class SealRow(Base):
-    """A state's seal: what its chunks hold, by a digest that nobody can forge (see ``datastates/store/seal.py``)."""
+    """A state's seal: what its chunks hold, by a digest that nobody can forge (see ``datastates/storage/parallel_read.py``)."""
 
     __tablename__ = "seal"
 

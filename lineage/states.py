@@ -2,34 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+import math
+from collections.abc import Mapping
+from dataclasses import astuple, dataclass, field, fields, replace
 from datetime import datetime
 from enum import StrEnum
 
+from datastates import values
+from datastates.errors import InvalidInput
+from datastates.system import logs
 from datastates.values import Value
 
-__all__ = [
-    "DIED",
-    "GIT_REMOTE",
-    "GIT_ROOT",
-    "OURS",
-    "SAVES",
-    "TAKEN",
-    "Edge",
-    "EdgeKind",
-    "GivenUp",
-    "NewState",
-    "Note",
-    "Ref",
-    "RefEvent",
-    "RefKind",
-    "Run",
-    "State",
-    "StateFacts",
-    "Status",
-    "Value",
-    "Why",
-]
+from .schema import EXACT_INT
 
 
 class Status(StrEnum):
@@ -109,7 +93,8 @@ DIED = f"{OURS}died"
 """True in the configuration of a process that ended without saying so, once another process has found that out."""
 
 
-GIT_ROOT, GIT_REMOTE = f"{OURS}git_root", f"{OURS}git_remote"
+GIT_ROOT = f"{OURS}git_root"
+GIT_REMOTE = f"{OURS}git_remote"
 """In the configuration of a run: the folder of the checkout that its main script is in, and the URL that it came from."""
 
 
@@ -226,7 +211,7 @@ class State:
         )
 
     def _repr_html_(self) -> str:
-        from .show.card import state_html  # only notebooks ask
+        from datastates.lineage.views.cards import state_html  # only notebooks ask
 
         return state_html(self)
 
@@ -294,3 +279,202 @@ class Note:
     text: str
     created_at: datetime
     edited_at: datetime | None = None
+
+
+# How trainings ended: what is recorded with a run when it ends, and how that is read later.
+
+
+_HOW = f"{OURS}ended"
+_ERROR = f"{OURS}error"
+_STEP = f"{OURS}ended_at_step"
+_SIGNALLED = {128 + number for number in (1, 2, 15)}  # exit codes of SIGHUP, SIGINT and SIGTERM
+_LONGEST = 200  # characters kept of an error's message
+
+
+class How(StrEnum):
+    """How a training ended."""
+
+    ENDED = "ended"
+    FAILED = "failed"
+    INTERRUPTED = "interrupted"
+    KILLED = "killed"
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How a training ended. If it failed or was interrupted, ``step`` is the step that it had reached; if it failed, ``error`` is the class
+    of the error and the first line of its message.
+    """
+
+    how: How
+    error: str | None = None
+    step: int | None = None
+
+
+def facts_of(error: BaseException | None, step: int) -> dict[str, Value]:
+    """What is recorded of a training that an error ended at a step; nothing for one that ended well."""
+    how = _how(error)
+    if error is None or how is How.ENDED:
+        return {}
+    facts: dict[str, Value] = {_HOW: how.value, _STEP: step}
+    return {**facts, _ERROR: _said(error)} if how is How.FAILED else facts
+
+
+def ending_of(run: Run, died: Mapping[str, datetime], *, is_over: bool) -> Ending | None:
+    """How a run ended; None while it goes on, or may. ``is_over``: its process is known to have ended.
+
+    :param died: when processes were found dead, by uid: their trainings that were not over by then ended with them.
+    """
+    if run.finished_at is None:
+        return Ending(How.KILLED) if is_over else None
+    how, error, step = (run.config.get(key) for key in (_HOW, _ERROR, _STEP))
+    if how in (How.FAILED, How.INTERRUPTED):
+        return Ending(How(how), error if isinstance(error, str) else None, step if isinstance(step, int) else None)
+    was_killed = run.config.get(DIED) is True or (run.process is not None and died.get(run.process) == run.finished_at)
+    return Ending(How.KILLED if was_killed else How.ENDED)
+
+
+def _how(error: BaseException | None) -> How:
+    match error:
+        case None:
+            return How.ENDED
+        case SystemExit():
+            if not error.code:
+                return How.ENDED
+            return How.INTERRUPTED if error.code in _SIGNALLED else How.FAILED
+        case Exception():
+            return How.FAILED
+        case _:  # Ctrl-C, a cancelled task
+            return How.INTERRUPTED
+
+
+def _said(error: BaseException) -> str:
+    """The class of an error and the first line of its message, without secrets and without anything that a database could refuse."""
+    try:
+        text = str(error).strip().partition("\n")[0]
+    except Exception:  # an error of the user's, whose methods may do anything
+        text = ""
+    name = type(error).__name__
+    shown = "".join(each if each.isprintable() else " " for each in logs.text(f"{name}: {text}" if text else name))
+    return shown if len(shown) <= _LONGEST else shown[: _LONGEST - 1] + "…"
+
+
+# The summary of a series of values of one metric: how many, their extremes, ends and sum, and the
+# states of those.
+
+
+STATES = 64
+"""How many generations one stretch of a curve covers."""
+
+_SHIFT = 6
+
+WHOLE = -1
+"""The place of the stretch that covers all states of a segment."""
+
+
+def place_of(generation: int) -> int:
+    """The place of the stretch that contains a state of this generation."""
+    return generation >> _SHIFT
+
+
+@dataclass(slots=True)
+class Tally:
+    """``count`` values, of which ``gaps`` are not finite; of the others the sum and the extremes, the earliest of equal ones.
+
+    States are row ids. ``first`` and ``last`` are None where they are NaN; ``gap_id`` is the first state whose value is a gap.
+    """
+
+    count: int = 0
+    gaps: int = 0
+    total: float = 0.0
+    least: float | None = None
+    least_id: int | None = None
+    most: float | None = None
+    most_id: int | None = None
+    first: float | None = None
+    first_id: int | None = None
+    last: float | None = None
+    last_id: int | None = None
+    gap_id: int | None = None
+
+    def add(self, id_: int, value: float | None) -> None:
+        """Add a later state's value; None and NaN are the same."""
+        value = None if value is None or math.isnan(value) else value
+        self.count += 1
+        self.last, self.last_id = value, id_
+        if self.first_id is None:
+            self.first, self.first_id = value, id_
+        if value is None or math.isinf(value):
+            self.gaps += 1
+            self.gap_id = self.gap_id or id_
+            return
+        self.total += value
+        if self.least is None or value < self.least:
+            self.least, self.least_id = value, id_
+        if self.most is None or value > self.most:
+            self.most, self.most_id = value, id_
+
+    def extend(self, later: Tally) -> None:
+        """Add everything of another tally, which comes after this one."""
+        if not later.count:
+            return
+        self.count += later.count
+        self.gaps += later.gaps
+        self.total += later.total
+        self.last, self.last_id = later.last, later.last_id
+        self.gap_id = self.gap_id or later.gap_id
+        if self.first_id is None:
+            self.first, self.first_id = later.first, later.first_id
+        if later.least is not None and (self.least is None or later.least < self.least):
+            self.least, self.least_id = later.least, later.least_id
+        if later.most is not None and (self.most is None or later.most > self.most):
+            self.most, self.most_id = later.most, later.most_id
+
+    def row(self) -> dict[str, float | None]:
+        """Its fields by name, as in the table of stretches."""
+        return dict(zip(PLACES, astuple(self), strict=True))
+
+
+PLACES = tuple(field.name for field in fields(Tally))
+"""The columns of a tally, in order."""
+
+
+# Plain values as typed columns, for attributes and settings: ``number`` for numbers and booleans,
+# ``text`` for strings.
+
+
+def columns_of(key: str, value: Value, what: str) -> dict[str, object]:
+    """The columns for a value, by its name; ``what`` says in the message what it is.
+
+    :raises InvalidInput: it cannot be stored.
+    """
+    type_, number, text = "none", None, None
+    match value:
+        case str():
+            type_, text = "str", values.text(value, f"{what} {key!r}")
+        case bool():
+            type_, number = "bool", float(value)
+        case int():
+            values.plain(value, f"{what} {key!r}")  # at most 64 bits: the chronicle stores no more
+            type_, number, text = "int", float(value), None if abs(value) <= EXACT_INT else str(value)
+        case float():
+            type_, number = "float", None if math.isnan(value) else value
+        case None:
+            pass
+        case _:
+            raise InvalidInput(f"{what} {key!r} is a {type(value).__name__}: store a str, int, float, bool or None")
+    return {"key": key, "type": type_, "number": number, "text": text}
+
+
+def value_of(type_: str, number: float | None, text: str | None) -> Value:
+    """The stored value, as it was given."""
+    match type_:
+        case "str":
+            return text
+        case "int":
+            return int(text) if text is not None else int(number or 0)
+        case "bool":
+            return bool(number)
+        case "float":
+            return math.nan if number is None else number
+    return None

@@ -24,9 +24,9 @@ DOCUMENTS = {
 
 PACKAGES = {
     "datastates": ("reference/datastates.md", "What a training script uses, as `import datastates`."),
-    "datastates.workflows": ("reference/workflows.md", "Studies: plans of variants, and what runs and reads them."),
+    "datastates.studies": ("reference/workflows.md", "Studies: plans of variants, and what runs and reads them."),
     "datastates.api": ("reference/api.md", "The web server."),
-    "datastates.store": ("reference/store.md", "What a tier of your own is made of."),
+    "datastates.storage": ("reference/store.md", "What a tier of your own is made of."),
     "datastates.ranks": ("reference/ranks.md", "Several processes, one training."),
     "datastates.testing": ("reference/testing.md", "Help for tests of your own."),
 }
@@ -83,8 +83,11 @@ def names(package: str) -> list[str]:
 
 def identifier(package: str, name: str) -> str:
     """What the site knows a public name by: itself, or where it is defined, if a folder of the package has the same name."""
-    value = getattr(importlib.import_module(package), name)
-    is_hidden = importlib.util.find_spec(f"{package}.{name}") is not None and not isinstance(value, ModuleType)
+    module = importlib.import_module(package)
+    value = getattr(module, name)
+    is_hidden = (
+        hasattr(module, "__path__") and importlib.util.find_spec(f"{package}.{name}") is not None and not isinstance(value, ModuleType)
+    )
     return f"{value.__module__}.{value.__qualname__}" if is_hidden else f"{package}.{name}"
 
 
@@ -118,8 +121,7 @@ def terminal() -> str:
     """Every command with its arguments and options, from its own help."""
     from typer.main import get_command
 
-    from datastates.cli.app import app
-    from datastates.cli.examples import EXAMPLES
+    from datastates.cli.app import EXAMPLES, app
 
     group: Any = get_command(app)
     above = group.make_context("datastates", [], resilient_parsing=True)

@@ -26,8 +26,8 @@ from sqlalchemy import make_url
 from datastates.lineage import Database
 from datastates.lineage.migrations import HEAD, new, upgrade
 from datastates.lineage.schema import Base
-from datastates.lineage.states import Value
-from datastates.opening import environment
+from datastates.maintenance import environment
+from datastates.values import Value
 from tests.support import costs, effort
 from tests.support.costs import pytest_runtest_protocol as pytest_runtest_protocol
 

@@ -14,9 +14,8 @@ import datastates
 from datastates.config import BackPressure, Config, OnFailure, parse_bytes
 from datastates.errors import InvalidInput
 from datastates.policy.auto import Auto
-from datastates.policy.cadence import Cadence
-from datastates.policy.checkfreq import CheckFreq
-from datastates.policy.contract import Policy
+from datastates.policy.computed import CheckFreq
+from datastates.policy.contract import Cadence, Policy
 
 ROOT = Path(__file__).parent.parent
 

@@ -16,10 +16,9 @@ import pytest
 
 import datastates
 from datastates import Config, OnFailure, Repository, Status, Unavailable
-from datastates.lineage.search.holders import replicas_of
-from datastates.store.local import LocalTier
-from datastates.store.naming import packs_of
-from datastates.store.pack import payload_bytes
+from datastates.lineage.query.names import replicas_of
+from datastates.storage.local import LocalTier
+from datastates.storage.pack import packs_of, payload_bytes
 from datastates.testing import fail_at
 from tests.support.effort import seeds
 from tests.support.forge import Forge, Job, forge

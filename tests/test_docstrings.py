@@ -15,10 +15,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import datastates
 import datastates.api
+import datastates.studies
 import datastates.testing
-import datastates.workflows
 from datastates import Config
-from datastates.integrations import kept
+from datastates.integrations import saved
 from tests.support.entries import own_members
 
 FIRST = {
@@ -32,7 +32,7 @@ FIRST = {
 
 def public() -> Iterator[tuple[str, Any]]:
     """Every public function, class and method, by its qualified name."""
-    for package in (datastates, datastates.workflows, datastates.api, datastates.testing):
+    for package in (datastates, datastates.studies, datastates.api, datastates.testing):
         for name in package.__all__:
             found = getattr(package, name)
             if inspect.isfunction(found):
@@ -107,9 +107,9 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str,
             for batch in run.steps(loader):
                 run.capture(metrics={"loss": train_step(batch)})
         given = {"repo": repo, "model": model, "optimizer": optimizer, "loader": loader, "inputs": inputs, "targets": targets}
-        workflows = {name: getattr(datastates.workflows, name) for name in datastates.workflows.__all__}
+        workflows = {name: getattr(datastates.studies, name) for name in datastates.studies.__all__}
         yield {**workflows, **given, "build": build, "train_step": train_step, "losses_of": losses_of, "datastates": datastates}
-    kept.let_go()
+    saved.let_go()
 
 
 @pytest.mark.parametrize("name", EXAMPLES)

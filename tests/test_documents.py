@@ -137,9 +137,9 @@ def test_every_public_name_is_in_the_reference() -> None:
     made = dict(site.pages())
     for package, place in (
         ("datastates", "reference/datastates.md"),
-        ("datastates.workflows", "reference/workflows.md"),
+        ("datastates.studies", "reference/workflows.md"),
         ("datastates.api", "reference/api.md"),
-        ("datastates.store", "reference/store.md"),
+        ("datastates.storage", "reference/store.md"),
         ("datastates.ranks", "reference/ranks.md"),
         ("datastates.testing", "reference/testing.md"),
     ):
@@ -152,15 +152,14 @@ def test_every_public_name_is_in_the_reference() -> None:
 
 def test_every_command_has_an_example() -> None:
     """``tests/cli/test_examples.py`` runs them."""
-    from datastates.cli.commands import COMMANDS
-    from datastates.cli.examples import EXAMPLES
+    from datastates.cli.app import COMMANDS, EXAMPLES
 
     assert EXAMPLES.keys() == COMMANDS.keys()
     assert [name for name, line in EXAMPLES.items() if not line.startswith(f"datastates {name}")] == []
 
 
 def test_every_command_is_in_the_reference() -> None:
-    from datastates.cli.commands import COMMANDS
+    from datastates.cli.app import COMMANDS
 
     made = dict(hook().pages())["reference/terminal.md"]
     assert [name for name in COMMANDS if f"## `datastates {name}`" not in made] == []

@@ -27,14 +27,12 @@ MODULES = {name: (path, ast.parse(path.read_text(encoding="utf-8"))) for name, p
 
 
 TORCHS = {
-    "datastates.content.layouts": {"_indices", "_values"},  # of sparse tensors
-    "datastates.content.tree": {"_metadata"},  # as nn.Module.state_dict sets it
-    "datastates.objects.model_restore": {"_metadata"},
-    "datastates.objects.own_loading": {"_metadata"},
-    "datastates.objects.report": {"_metadata"},
-    "datastates.objects.names": {"_modules"},  # of nn.Module
-    "datastates.objects.oversights": {"_base", "_version"},  # of tensors
-    "datastates.lineage.show.stats": {"_mapping"},  # of SQLAlchemy's rows
+    "datastates.state.geometry": {"_indices", "_values"},  # of sparse tensors
+    "datastates.state.tree": {"_metadata", "_modules"},  # of nn.Module
+    "datastates.state.model": {"_metadata"},
+    "datastates.state.report": {"_metadata"},
+    "datastates.training.script_checks": {"_base", "_version"},  # of tensors
+    "datastates.lineage.views.detail": {"_mapping"},  # of SQLAlchemy's rows
 }
 """Private names of torch and SQLAlchemy that these modules take, and that others of ours happen to use too."""
 
@@ -118,10 +116,10 @@ def test_a_reach_into_private_names_is_seen() -> None:
 
 NOT_TIERS = {
     "datastates.system.memory": "the controller of that name in the kernel's groups",
-    "datastates.cli.checks": "what doctor calls the machine's",
-    "datastates.transport.session.server": "the scheme of memory: addresses",
-    "datastates.transport.wire.memory": "the same",
-    "datastates.transport.wire.registry": "the same",
+    "datastates.cli.doctor": "what doctor calls the machine's",
+    "datastates.transport.server": "the scheme of memory: addresses",
+    "datastates.transport.in_process": "the same",
+    "datastates.transport.registry": "the same",
 }
 """Modules outside ``store`` that say such a word and mean something else."""
 
@@ -135,10 +133,10 @@ def _tier_names(tree: ast.Module) -> Iterator[int]:
 
 def test_nobody_outside_the_store_names_a_tier() -> None:
     named = {name: lines for name, (_, tree) in MODULES.items() if (lines := [*_tier_names(tree)])}
-    outside = {f"{name}:{lines}" for name, lines in named.items() if not name.startswith("datastates.store.") and name not in NOT_TIERS}
+    outside = {f"{name}:{lines}" for name, lines in named.items() if not name.startswith("datastates.storage.") and name not in NOT_TIERS}
     assert not outside, "ask the tier for its name, or take it from store/tiers.py"
     assert named.keys() >= NOT_TIERS.keys(), "take out those that say it no more"
-    assert {name for name in named if name.startswith("datastates.store.")} == {"datastates.store.local", "datastates.store.memory"}
+    assert {name for name in named if name.startswith("datastates.storage.")} == {"datastates.storage.local", "datastates.storage.memory"}
 
 
 FOREIGN_LOGGERS = {"uvicorn.access"}
@@ -174,18 +172,18 @@ def test_an_odd_logger_is_seen() -> None:
     assert [*_odd_loggers("here", tree)] == ["here:1 gets the logger 'datastates'", "here:3 gets the logger of the root"]
 
 
-BEHIND_ROLES = {"datastates.store.local", "datastates.store.memory"}
+BEHIND_ROLES = {"datastates.storage.local", "datastates.storage.memory"}
 """The modules of the classes that ``store/tiers.py`` makes, and of nobody else's concern."""
 
 
 def test_nobody_outside_the_store_knows_the_class_of_a_tier() -> None:
     using = {name for name, (path, tree) in MODULES.items() if BEHIND_ROLES.intersection(_imports(name, path, tree))}
-    assert using == {"datastates.store.tiers"}, "hold a role of store/roles.py, and let store/tiers.py make what has it"
+    assert using == {"datastates.storage.tiers"}, "hold a role of store/roles.py, and let store/tiers.py make what has it"
 
 
 def test_only_who_opens_a_repository_knows_what_runs_its_engine() -> None:
-    using = {name for name, (path, tree) in MODULES.items() if "datastates.capture.runner" in _imports(name, path, tree)}
-    assert using == {"datastates.opening.core", "datastates.opening.belongings"}, "ask the core for its host (capture/host.py)"
+    using = {name for name, (path, tree) in MODULES.items() if "datastates.engine.runner" in _imports(name, path, tree)}
+    assert using == {"datastates.maintenance.core"}, "ask the core for its host (capture/host.py)"
 
 
 def _unexplained(name: str, source: str) -> Iterator[str]:
@@ -218,7 +216,7 @@ def test_an_unexplained_handler_is_seen() -> None:
 LEFT_LOCKED = ("Event", "Condition", "Semaphore", "BoundedSemaphore", "Barrier")
 """Of ``threading``, written in Python: a signal handler that raises inside of one leaves its lock taken for ever."""
 
-OUT_OF_REACH = ("api", "cli", "testing", "transport", "workflows")
+OUT_OF_REACH = ("api", "cli", "studies", "testing", "transport")
 """Rooms whose waiting threads belong to a command, a server, a test or a worker: no handler of a training runs in them."""
 
 
@@ -227,7 +225,7 @@ def _torn(name: str, tree: ast.AST) -> Iterator[str]:
     for node in ast.walk(tree):
         match node:
             case ast.Attribute(value=ast.Name(id="threading"), attr=attr, lineno=line) if attr in LEFT_LOCKED:
-                yield f"{name}:{line} takes threading.{attr}: wait with a Bell or a Latch (datastates/system/bell.py)"
+                yield f"{name}:{line} takes threading.{attr}: wait with a Bell or a Latch (datastates/system/threads.py)"
             case ast.ImportFrom(module="threading", names=names, lineno=line):
                 yield from (f"{name}:{line} imports {each.name}: write threading.{each.name}" for each in names if each.name in LEFT_LOCKED)
 
@@ -255,7 +253,7 @@ def _long(name: str, tree: ast.AST) -> Iterator[str]:
         elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             taken = [each for each in [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs] if each.arg not in ("self", "cls")]
             is_command = any(ast.unparse(each.annotation) == "typer.Context" for each in taken if each.annotation)
-            is_route = any(ast.unparse(each).startswith("routes.add(") for each in node.decorator_list)
+            is_route = any("routes.add(" in ast.unparse(each) for each in node.decorator_list)
             if len(taken) > MOST_PARAMETERS and not is_command and not is_route:
                 yield f"{name}.{node.name}"
             yield from _long(f"{name}.{node.name}", node)

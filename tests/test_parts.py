@@ -16,14 +16,15 @@ from hypothesis import strategies as st
 
 import datastates
 from datastates.errors import Unavailable, Unsupported
-from datastates.export.bundle import export_bundle
+from datastates.files.bundle import export_bundle
 from datastates.lineage import Database, NewState, State, StateFacts, Status
-from datastates.lineage.change.parts import record_part, waiting
-from datastates.lineage.change.refs import refs
-from datastates.lineage.change.replicas import mark
-from datastates.lineage.search.pages import find
-from datastates.store.local import LocalTier
-from datastates.store.tier import Payload
+from datastates.lineage.query.incomplete import waiting
+from datastates.lineage.query.names import refs
+from datastates.lineage.query.pages import find
+from datastates.lineage.write.parts import record_part
+from datastates.lineage.write.replicas import mark
+from datastates.storage.local import LocalTier
+from datastates.storage.tier import Payload
 from tests.support.sharding import Box, boxes, deposit, sharded, shares_of
 from tests.support.strategies import random_tensor
 

@@ -91,7 +91,7 @@ def test_unknown_name_is_an_attribute_error() -> None:
         "import datastates; dir(datastates)",
         "import datastates.lineage",
         "from datastates import Config, NotFound, State, Status",
-        "import datastates.opening.location",
+        "import datastates.maintenance.location",
         "import datastates.cli",
     ],
 )

@@ -12,7 +12,7 @@ from torch import nn
 
 import datastates
 from datastates import Config, InvalidInput, NotFound, OnFailure, Repository, Status, Unavailable
-from datastates.lineage.search import query, revision
+from datastates.lineage.query import grammar, revision
 from tests.support.thread_ranks import ThreadGroup, on_threads
 
 SLOT = 4 << 20
@@ -233,8 +233,8 @@ def test_ranks_that_restore_unlike_states_together_all_raise(tmp_path: Path) -> 
 
 def test_a_training_that_names_no_state_builds_no_parser(tmp_path: Path) -> None:
     """To build one takes 25 ms, a twentieth of what ``open`` takes in a new process."""
-    parsers = (query._parser, revision._parser)
-    for known in (*parsers, query.parse_query, revision._parse):
+    parsers = (grammar._parser, revision._parser)
+    for known in (*parsers, grammar.parse_query, revision._parse):
         known.cache_clear()
     tracked = {"weight": torch.zeros(1000)}
     with datastates.open(tmp_path, memory_bytes=8 * SLOT) as repo, repo.track(tracked=tracked) as run:

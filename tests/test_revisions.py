@@ -17,13 +17,13 @@ from torch import nn
 
 import datastates
 import datastates.api
-import datastates.export.bundle
-import datastates.export.importing
-import datastates.ranks.groups
-import datastates.workflows
+import datastates.files.bundle
+import datastates.files.importing
+import datastates.ranks
+import datastates.studies
 from datastates import Config, InvalidInput, Peer, Repository, State
-from datastates.ranks.groups import SoloGroup
-from datastates.workflows import Plan, SerialExecutor, Variant
+from datastates.ranks import SoloGroup
+from datastates.studies import Plan, SerialExecutor, Variant
 
 REVISIONS = {"rev", "revs", "start", "old", "new", "expected", "branches", "base", "good", "bad"}
 """What our functions call a revision, or several."""
@@ -40,11 +40,11 @@ def public() -> Iterator[tuple[str, Any]]:
     """Every public function and method, by its qualified name."""
     packages = (
         datastates,
-        datastates.workflows,
+        datastates.studies,
         datastates.api,
-        datastates.export.bundle,
-        datastates.export.importing,
-        datastates.ranks.groups,
+        datastates.files.bundle,
+        datastates.files.importing,
+        datastates.ranks,
     )
     for package in packages:
         for name in package.__all__:
@@ -123,10 +123,10 @@ class World:
 
     def explored(self, rev: Any) -> str:
         plan = Plan((Variant("only", None, 1),), {}, ())
-        return datastates.workflows.explore(self.repo, rev, plan, train, SerialExecutor(), study=self.fresh(), progress=False).start.uid
+        return datastates.studies.explore(self.repo, rev, plan, train, SerialExecutor(), study=self.fresh(), progress=False).start.uid
 
     def outliers(self, branches: Any) -> list[str]:
-        found = datastates.workflows.outliers(
+        found = datastates.studies.outliers(
             self.repo, branches, model=Weight(), loss=lambda model, indices: torch.arange(len(indices)), count=4, noise_rate=0.25,
             steps_per_epoch=1,
         )  # fmt: skip
@@ -176,15 +176,15 @@ CALLS: dict[str, Callable[[World, Any], object]] = {
     "Tracker.restore(rev)": World.restore,
     "explore(start)": World.explored,
     "export_bundle(revs)": lambda world, rev: (
-        datastates.export.bundle.export_bundle(world.repo, [rev], world.folder / world.fresh()).states[0].uid
+        datastates.files.bundle.export_bundle(world.repo, [rev], world.folder / world.fresh()).states[0].uid
     ),
     "export_files(revs)": lambda world, rev: (
-        datastates.export.importing.export_files(world.repo, [rev], world.folder / world.fresh())[0].state.uid
+        datastates.files.importing.export_files(world.repo, [rev], world.folder / world.fresh())[0].state.uid
     ),
     "load(rev)": lambda world, rev: datastates.load(rev, repo=world.repo)["model"]["weight"].tolist(),
     "outliers(branches)": lambda world, rev: (world.outliers([rev]), world.outliers(rev)),
     "save(start)": World.saved,
-    "prefix_epochs(rev)": lambda world, rev: datastates.workflows.prefix_epochs(world.repo, rev),
+    "prefix_epochs(rev)": lambda world, rev: datastates.studies.prefix_epochs(world.repo, rev),
 }
 """One call for each of them, and what tells by the answer which state it was."""
 

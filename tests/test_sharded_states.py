@@ -14,13 +14,13 @@ from torch import nn
 
 import datastates
 from datastates import Repository
-from datastates.algebra.diff import Change
 from datastates.api.payload import StateFile
-from datastates.content.check import tensors_of
-from datastates.content.tree import flatten
-from datastates.export.tensors import export, plan_export
-from datastates.objects.adapters import Adapted
-from datastates.store.local import LocalTier
+from datastates.compare.diff import Change
+from datastates.files.checkpoints import export, plan_export
+from datastates.state.adapters import Adapted
+from datastates.state.digest import tensors_of
+from datastates.state.tree import flatten
+from datastates.storage.local import LocalTier
 from tests.support.sharding import deposit, sharded, shares_of
 
 MIB = 1 << 20

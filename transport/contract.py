@@ -8,19 +8,19 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 from datastates.errors import InvalidInput
 from datastates.values import shown
+
+from .protocol import Identity, Offer, Reached, RefRecord, StatePage, StateRecord
 
 if TYPE_CHECKING:
     import torch
 
     from datastates.system.devices import Mark
 
-    from .wire.arrival import Door
-
-__all__ = ["Channel", "End", "Link", "Listener", "OnDevice", "Terms", "Tls", "Transport", "tls_of"]
+    from .connections import Door
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,3 +253,171 @@ class Transport(ABC):
     @abstractmethod
     async def close(self) -> None:
         """Release threads and memory; idempotent."""
+
+
+# Where the chunks of a clone go.
+
+
+class Sink(Protocol):
+    """A state that is being received. A chunk is *accepted* once its digest was right and its bytes are where they belong."""
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """The bytes of each chunk of the state."""
+
+    def missing(self) -> Sequence[int]:
+        """The chunks that are still to be fetched, in the best order to ask for them."""
+
+    def buffers(self, index: int) -> Sequence[memoryview] | None:
+        """The memory into which a chunk is received: writable pieces in order, ``lengths[index]`` bytes together. Called on the loop
+        thread.
+
+        None: there is no room at the moment (all scratch buffers are in use); ask again after the next ``accept``.
+        """
+
+    def accept(self, index: int) -> bool:
+        """Check what was received and put it where it belongs. Runs in a worker thread, for several chunks at once.
+
+        False: the bytes fail the digest, and the chunk is missing again.
+        """
+
+    def forget(self, index: int) -> None:
+        """Note that a chunk will not come, although ``buffers`` was called for it. Nobody writes to those any more; the chunk is missing
+        again."""
+
+    def pieces(self, index: int) -> Sequence[memoryview] | None:
+        """The bytes of an accepted chunk, for a receiver that forwards it; None if they were not kept."""
+
+
+@runtime_checkable
+class SupportsDevices(Protocol):
+    """A sink whose chunks may be received on devices."""
+
+    def device_buffer(self, index: int) -> OnDevice | None:
+        """Like ``buffers``: memory of a device for all of a chunk. None: ask for ``buffers``."""
+
+
+# What a server serves: the lineage as records, and states to be cloned. Plain methods run in
+# worker threads.
+
+
+class Source(Protocol):
+    """A state opened for sending; its bytes do not change until ``close``."""
+
+    @property
+    def manifest(self) -> bytes:
+        """``digest.encode`` of its manifest, without the places where this process holds it."""
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """The bytes of each chunk."""
+
+    async def chunk(self, index: int) -> Sequence[memoryview]:
+        """The bytes of a chunk in one or more pieces, in order; waits while the chunk is still arriving here.
+
+        :raises Unavailable: it will not come.
+        """
+
+    def close(self) -> None:
+        """Release the state; idempotent."""
+
+
+@runtime_checkable
+class SupportsAddresses(Protocol):
+    """A source whose chunks are in this process's memory until it is closed, each in one piece."""
+
+    def addresses(self) -> Sequence[int]:
+        """The address of each chunk; runs in a worker thread."""
+
+
+@runtime_checkable
+class SupportsCheck(Protocol):
+    """A source that can tell whether a chunk still matches its manifest."""
+
+    def is_whole(self, index: int, pieces: Sequence[memoryview]) -> bool:
+        """Whether these bytes are that chunk; runs in a worker thread."""
+
+
+@runtime_checkable
+class SupportsRecall(Protocol):
+    """A source in memory that others may need: it can be asked to release that memory."""
+
+    def when_wanted(self, tell: Callable[[], None]) -> None:
+        """Register ``tell``, which is called on any thread, any number of times, when the memory is wanted back."""
+
+    def recall(self) -> bool:
+        """Release the memory, which nobody reads now. Returns whether the state can be read on, from elsewhere. Runs in a worker thread."""
+
+
+class Store(Protocol):
+    """A repository, as a server sees it. Errors of our tree travel to the peer by their kind."""
+
+    def identity(self) -> Identity:
+        """The identity of the served repository."""
+
+    def refs(self) -> list[RefRecord]:
+        """Every branch and tag, by name."""
+
+    def find(self, query: str, limit: int, after: str | None) -> StatePage:
+        """A page of the states that a query finds."""
+
+    def log(self, rev: str, limit: int, after: str | None) -> StatePage:
+        """A page of a state and its ancestors, all parents followed, newest first; ``after`` is the uid of the last one seen."""
+
+    def resolve(self, rev: str) -> StateRecord:
+        """The state that a revision names."""
+
+    def open(self, uid: str) -> Source:
+        """Pin a state and open it.
+
+        :raises Unavailable: its bytes are not here.
+        """
+
+    def check_writable(self) -> None:
+        """Raise unless peers may push. On the loop thread; must not block.
+
+        :raises InvalidInput: this server accepts no states.
+        """
+
+    def receive(self, offer: Offer) -> Sink:
+        """Check everything that a peer says of a state that it pushes, then make room for it.
+
+        :raises InvalidInput: something of it is wrong.
+        """
+
+    def received(self, offer: Offer, sink: Sink) -> StateRecord:
+        """Record the state of a push whose chunks were all accepted.
+
+        :raises Conflict: a ref stands elsewhere.
+        """
+
+    def abandon(self, offer: Offer, sink: Sink) -> None:
+        """Release what ``receive`` made room for: the push ended without being recorded."""
+
+
+@runtime_checkable
+class SupportsParts(Protocol):
+    """A store of states that several ranks captured together, which serves each part by itself. Both methods run in worker threads."""
+
+    def open_part(self, uid: str, rank: int) -> Source:
+        """Pin the part of one rank and open it.
+
+        :raises Unavailable: it is not here.
+        """
+
+    def reach(self, uid: str) -> Reached:
+        """How far away each part is, and where the other processes of this one's job serve."""
+
+
+class Relays(Protocol):
+    """The chains of a server; on the loop thread, must not block. ``chain.Chains`` implements it."""
+
+    def join(self, uid: str, relay_url: str, failed: Sequence[str]) -> str | None:
+        """Add a receiver that serves what it gets under ``relay_url``; returns the url to ask instead of this server, or None for this
+        server.
+
+        The receivers in ``failed`` did not answer it.
+        """
+
+    def leave(self, uid: str, relay_url: str) -> None:
+        """Leave the chain; idempotent."""

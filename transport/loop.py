@@ -16,8 +16,8 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from datastates.errors import Closed, InvalidInput
-from datastates.system.bell import Latch
 from datastates.system.interrupts import undisturbed
+from datastates.system.threads import Latch
 
 __all__ = ["at_stop", "run", "stop", "submit"]
 

@@ -10,11 +10,10 @@ from typing import Annotated, Any, Final
 import msgspec
 from msgspec import Meta, Raw, Struct
 
-from datastates.content.manifest import CHUNK_BYTES
 from datastates.errors import PeerFault
+from datastates.state.manifest import CHUNK_BYTES
+from datastates.system.failures import Failure, Name, Text, Uid
 from datastates.values import NAMES, RANKS
-
-from .failures import Failure, Name, Text, Uid
 
 __all__ = [
     "ARGUMENTS",

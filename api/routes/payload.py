@@ -10,15 +10,11 @@ from typing import Annotated
 from fastapi import Header, Query, Request, Response
 from starlette.concurrency import run_in_threadpool
 
-from datastates.api.payload import StateFile
-from datastates.api.problems import Refusal
-from datastates.api.ranges import range_of
-from datastates.api.replies import etag_of, is_known
-from datastates.api.routing import Routes, Scope
+from datastates.api.payload import StateFile, Streamed, etag_of, is_known, range_of
+from datastates.api.routing import Refusal, Routes, Scope
 from datastates.api.served import Chosen, Served, Uid
-from datastates.api.streaming import Streamed
 from datastates.errors import DatastatesError
-from datastates.lineage.search import walk
+from datastates.lineage import lookup
 from datastates.lineage.states import State
 
 __all__ = ["routes"]
@@ -93,7 +89,7 @@ def payload_head(served: Chosen, uid: Uid, request: Request, only: _Only = None)
 
 def _state(served: Served, uid: str, only: list[str] | None) -> tuple[State, str]:
     with served.reading() as session:
-        state = walk.state(session, uid)
+        state = lookup.state(session, uid)
     return state, etag_of("safetensors-1", state.uid, state.digest, sorted(set(only or ())))
 
 

@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import shutil
+from collections.abc import AsyncGenerator, Iterator
+from typing import TYPE_CHECKING, Annotated
 
-from fastapi import Request, Response
+import msgspec
+from fastapi import Header, Query, Request, Response
 from sqlalchemy import func, select
 
-from datastates.api.activity import activity_lines
-from datastates.api.meter import Meter, family
-from datastates.api.models import Page, RepositoryInfo
-from datastates.api.replies import reply
+from datastates.api import live
+from datastates.api.metrics import Meter, activity_lines, family
+from datastates.api.models import CloneInfo, Forecast, Page, Processes, RepositoryInfo, ServerInfo, Storage
+from datastates.api.payload import Streamed, reply
 from datastates.api.routing import API, Routes, Scope
-from datastates.api.served import Served
-from datastates.lineage.change import clones
+from datastates.api.served import Chosen, Served
+from datastates.lineage.query.incomplete import Incomplete, incomplete
 from datastates.lineage.schema import StateRow
+from datastates.lineage.write import clones
+from datastates.system import logs
+from datastates.transport.serving import Server
 
-__all__ = ["METRICS_TYPE", "root", "routes"]
+if TYPE_CHECKING:
+    from datastates.api.live import Listener
 
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
-routes = Routes("service", prefix=API)
+service_routes = Routes("service", prefix=API)
 root = Routes("service", prefix="")
 """The routes outside ``/api/v1``."""
 
@@ -31,7 +38,7 @@ class Text(Response):
     media_type = "text/plain"
 
 
-@routes.add("GET", "/repositories", scope=Scope.READ, returns=Page[RepositoryInfo])
+@service_routes.add("GET", "/repositories", scope=Scope.READ, returns=Page[RepositoryInfo])
 def repositories(request: Request) -> Response:
     """The repositories of this server, and what the client may do with them."""
     scope = Scope(request.scope["state"]["granted"]).name.lower()
@@ -70,3 +77,159 @@ def _repository_lines(served: list[Served]) -> Iterator[str]:
 
 def _served(request: Request) -> list[Served]:
     return [served for _, served in sorted(request.app.state.served.items())]
+
+
+# What is going on and what is stored where: processes, servers, clones, tiers.
+
+
+now_routes = Routes("now")
+
+
+@now_routes.add("GET", "/processes", scope=Scope.READ, returns=Processes)
+def list_processes(
+    served: Chosen,
+    request: Request,
+    metric: Annotated[
+        str | None, Query(min_length=1, max_length=255, description="Of the last values; left out: the most relevant one")
+    ] = None,
+    limit: Annotated[int, Query(ge=1, le=500, description="At most so many")] = 100,
+) -> Response:
+    """The processes that are tracking now: whether each is at work, and what its trainings captured last."""
+    with served.reading() as session:
+        found = live.now(session, served.core.home, metric=metric, limit=limit)
+    return reply(found, request=request, etag=True)
+
+
+@now_routes.add("GET", "/storage", scope=Scope.READ, returns=Storage)
+def storage(served: Chosen, request: Request) -> Response:
+    """What each tier of each node holds, and how much room is left here. Bytes by branch are in `/branches?sort=bytes`."""
+    with served.reading() as session:
+        found = served.statistics.of(session)
+    total, free = _disk(served)
+    arena = served.core.arena
+    size = None if arena is None else arena.capacity
+    used = None if arena is None else arena.capacity - arena.available
+    trouble = None if served.core.running is None else served.core.running.trouble
+    made = Storage(
+        bytes_stored=found.bytes_stored,
+        disk_total=total,
+        disk_free=free,
+        memory_total=size,
+        memory_used=used,
+        tiers=found.tiers,
+        trouble=None if trouble is None else logs.text(trouble),
+    )
+    return reply(made, request=request, etag=True)
+
+
+@now_routes.add("GET", "/retention", scope=Scope.READ, returns=Forecast)
+def forecast(
+    served: Chosen,
+    request: Request,
+    limit: Annotated[int, Query(ge=1, le=500, description="At most so many of the states that would go")] = 50,
+) -> Response:
+    """What retention would drop if applied now, by the trainings' requests and this server's configuration; nothing is dropped."""
+    return reply(served.forecasts.of(limit), request=request, etag=True)
+
+
+@now_routes.add("GET", "/incomplete", scope=Scope.READ, returns=Incomplete)
+def list_incomplete(
+    served: Chosen,
+    request: Request,
+    limit: Annotated[int, Query(ge=0, le=500, description="At most so many of those that were given up")] = 50,
+) -> Response:
+    """The states of several ranks that still wait for parts of some of them, and those that were given up, with the reasons."""
+    with served.reading() as session:
+        found = incomplete(session, limit=limit)
+    return reply(found, request=request, etag=True)
+
+
+@now_routes.add("GET", "/clones", scope=Scope.READ, returns=Page[CloneInfo])
+def list_clones(
+    served: Chosen,
+    request: Request,
+    after: Annotated[int | None, Query(ge=1, lt=2**63, description="The `next` of the page before")] = None,
+    limit: Annotated[int, Query(ge=1, le=500, description="At most so many")] = 50,
+) -> Response:
+    """The states that came here from other processes or folders, the newest first."""
+    with served.reading() as session:
+        found = clones.listing(session, limit=limit + 1, after=after)
+    items = tuple(
+        CloneInfo(id_, one.state, step, logs.text(one.source), one.node, one.bytes_moved, one.created_at)
+        for id_, step, one in found[:limit]
+    )
+    return reply(Page(items, str(items[-1].id) if len(found) > limit else None), request=request, etag=True)
+
+
+@now_routes.add("GET", "/servers", scope=Scope.READ, returns=Page[ServerInfo])
+def list_servers(served: Chosen, request: Request) -> Response:
+    """Where the answering process serves this repository, and who is connected; only other processes know what they serve."""
+    items = []
+    for each in served.core.servers:
+        if isinstance(each, Server):
+            stats = each.stats()
+            items.append(ServerInfo(logs.text(each.url), stats.peers, stats.peers_ever, stats.bytes_sent, stats.refused))
+    return reply(Page(tuple(items), None), request=request, etag=True)
+
+
+def _disk(served: Served) -> tuple[int | None, int | None]:
+    """The size of the disk that holds the packs, and how much of it is free."""
+    try:
+        usage = shutil.disk_usage(served.core.location.packs)
+    except OSError:
+        return None, None
+    return usage.total, usage.free
+
+
+# Live events: what happens to refs, as it happens.
+
+
+HEARTBEAT_S = 15.0
+RETRY_MS = 1000
+MEDIA_TYPE = "text/event-stream"
+_HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+_STREAM = {
+    "description": "Server-sent events: `hello`, then `ref`, each a RefEvent",
+    "content": {
+        MEDIA_TYPE: {
+            "schema": {
+                "type": "string",
+                "description": "Lines `id:`, `event:` and `data:`, parted by empty lines; `data` of a `ref` is JSON",
+            },
+            "examples": {"hello": {"value": 'id: 7\nevent: hello\ndata: {"newest": 7}\n\n'}},
+        }
+    },
+}
+
+event_routes = Routes("events")
+_Id = Annotated[int | None, Query(ge=0, lt=2**63, description="The id of the last event that is known")]
+_LastId = Annotated[int | None, Header(alias="Last-Event-ID", ge=0, lt=2**63, description="The same; sent when a stream is resumed")]
+
+
+class EventStream(Response):
+    """The type of the stream, for the document."""
+
+    media_type = MEDIA_TYPE
+
+
+@event_routes.add("GET", "/events", scope=Scope.READ, returns=None, has_head=False, response_class=EventStream, responses={200: _STREAM})
+def events(served: Chosen, after: _Id = None, last_event_id: _LastId = None) -> Response:
+    """Server-sent events of every ref, as they happen.
+
+    Without `after` and `Last-Event-ID` the stream begins now. The first event is `hello`; its id is where the stream begins. Then each
+    `ref` is one line of a reflog, with the id to resume from. Comments every 15 s show that the stream is alive.
+    """
+    listener = served.live.listen(after if last_event_id is None else last_event_id)
+    return Streamed(_lines(listener), close=listener.close, headers=_HEADERS, media_type=MEDIA_TYPE)
+
+
+async def _lines(listener: Listener) -> AsyncGenerator[bytes]:
+    yield b": the refs of a repository\nretry: %d\n\n" % RETRY_MS
+    yield _event(listener.position, "hello", {"newest": listener.newest})
+    while not listener.is_over:
+        found = await listener.next(HEARTBEAT_S)
+        yield b"".join(_event(event.id, "ref", event) for event in found) or b":\n\n"
+
+
+def _event(id_: int, name: str, data: object) -> bytes:
+    return b"id: %d\nevent: %s\ndata: %s\n\n" % (id_, name.encode(), msgspec.json.encode(data))

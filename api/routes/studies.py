@@ -7,16 +7,17 @@ from typing import Annotated
 
 from fastapi import Path, Query, Request, Response
 
-from datastates.api.models import Merges, Page, Report, ReportDetail, Studies, StudyDetail
-from datastates.api.pictures import TYPES, shown
-from datastates.api.replies import etag_of, is_known, reply
+from datastates.api.live import TYPES, shown
+from datastates.api.models import Page
+from datastates.api.payload import etag_of, is_known, reply
 from datastates.api.routing import Routes, Scope
 from datastates.api.served import Chosen
 from datastates.errors import NotFound
-from datastates.lineage.show import merges, reports, studies
-from datastates.lineage.show.goals import Direction
-from datastates.opening.life import life_of
-from datastates.show.thumbnails import media_type
+from datastates.lineage.views import study_trees
+from datastates.lineage.views.study_trees import Merges, Report, ReportDetail, Studies, StudyDetail
+from datastates.lineage.views.text import Direction
+from datastates.maintenance.lease import life_of
+from datastates.thumbnails import media_type
 
 __all__ = ["routes"]
 
@@ -44,7 +45,7 @@ def list_studies(
 ) -> Response:
     """The studies, the last changed first."""
     with served.reading() as session:
-        found = studies.studies(session, limit=limit)
+        found = study_trees.studies(session, limit=limit)
     return reply(found, request=request, etag=True)
 
 
@@ -60,7 +61,7 @@ def get_study(
     """One study: its variants as a tree, with the cost and the result of each, and which failed and why."""
     with served.reading() as session:
         living = partial(life_of, home=served.core.home)
-        found = studies.study(session, name, metric=metric, direction=direction, limit=limit, living=living)
+        found = study_trees.study(session, name, metric=metric, direction=direction, limit=limit, living=living)
     return reply(found, request=request, etag=True)
 
 
@@ -74,7 +75,7 @@ def list_merges(
 ) -> Response:
     """Soups and other merged states, the newest first, with their parents and the weight of each."""
     with served.reading() as session:
-        found = merges.merges(session, metric=metric, after=after, limit=limit)
+        found = study_trees.merges(session, metric=metric, after=after, limit=limit)
     return reply(found, request=request, etag=True)
 
 
@@ -84,7 +85,7 @@ def list_reports(
 ) -> Response:
     """The reports on outliers that are stored, the newest first."""
     with served.reading() as session:
-        page = Page(reports.reports(session, limit=limit), None)
+        page = Page(study_trees.reports(session, limit=limit), None)
     return reply(page, request=request, etag=True)
 
 
@@ -98,7 +99,7 @@ def get_report(
 ) -> Response:
     """One report, with the samples that it ranks highest."""
     with served.reading() as session:
-        found = reports.report(session, report, after=after, limit=limit)
+        found = study_trees.report(session, report, after=after, limit=limit)
     return reply(found if served.pictures is None else shown(found), request=request, etag=True)
 
 
@@ -111,7 +112,7 @@ def sample_picture(
 ) -> Response:
     """A picture of a sample, as the server's own function draws it or as the report stores it."""
     with served.reading() as session:
-        kept = reports.picture(session, report, index)
+        kept = study_trees.picture(session, report, index)
     image = kept if served.pictures is None else served.pictures.of(index)
     type_ = None if image is None else media_type(image)
     if image is None or type_ is None:

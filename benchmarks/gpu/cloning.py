@@ -13,8 +13,8 @@ from unittest.mock import patch
 import torch
 
 import datastates
-from datastates.clone.landing import objects
-from datastates.clone.landing.desks import Desks
+from datastates.transport import receive_objects
+from datastates.transport.receive_buffers import Desks
 
 from .case import Case, Found, Skip
 from .place import Place
@@ -39,7 +39,7 @@ def _checked_by_device(place: Place) -> Found:
     """The same as where the host has few cores."""
     if not place.is_accelerator:
         raise Skip("the host checks all of it here")
-    with patch.object(objects, "_CORES", 1 << 30):
+    with patch.object(receive_objects, "_CORES", 1 << 30):
         return _cloned(place, data="auto")
 
 

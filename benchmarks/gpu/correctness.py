@@ -12,9 +12,9 @@ import torch
 
 import datastates
 from datastates.config import Config
-from datastates.content.manifest import CHUNK_BYTES
-from tests.capture.build import differing
-from tests.capture.optimizers import FORMS, Form
+from datastates.state.manifest import CHUNK_BYTES
+from tests.engine.build import differing
+from tests.engine.optimizers import FORMS, Form
 
 from .case import Case, Found, Skip
 from .place import Place

@@ -34,7 +34,7 @@ def _case(path: Path) -> Case:
 def _run(path: Path, place: Place) -> Found:
     """Warnings of another torch than the gate's are no errors here."""
     if place.is_quick and path.name != "test_rng.py":
-        raise Skip("a quick run tries tests/objects/test_rng.py only")
+        raise Skip("a quick run tries tests/state/test_rng.py only")
     with tempfile.TemporaryDirectory(prefix="datastates-gpu-") as folder:
         xml = Path(folder) / "report.xml"
         options = ["-m", "gpu", "-q", "-W", "default", "-p", "no:cacheprovider", f"--basetemp={folder}/tmp", f"--junitxml={xml}"]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from datastates.content.digester import is_ready
+from datastates.state.device_digest import is_ready
 
 from .where import Where
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from datastates.system import driver
+from datastates.system import devices as driver
 from datastates.system.devices import devices
 
 from .case import Case, Found, Skip

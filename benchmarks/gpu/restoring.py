@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 import torch
 
 import datastates
-from datastates.content.digest import chunk_digest
-from datastates.content.digester import Digester
-from datastates.content.manifest import CHUNK_BYTES
-from datastates.content.xxh3 import digests_of
+from datastates.state.device_digest import Digester
+from datastates.state.digest import chunk_digest
+from datastates.state.manifest import CHUNK_BYTES
+from datastates.state.xxh3 import digests_of
 
 from .case import Case, Found, Skip
 from .place import Place, timed

@@ -28,9 +28,9 @@ START = "(start)"
 PRELOADED = [
     "torch._dynamo",
     "torch.distributed.checkpoint",
-    "datastates.capture.runner",
-    "datastates.clone.peer",
-    "datastates.clone.serving",
+    "datastates.engine.runner",
+    "datastates.transport.peer",
+    "datastates.transport.serving",
 ]
 
 

@@ -14,8 +14,8 @@ from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.swa_utils import AveragedModel
 
 import datastates
-from tests.capture.build import live
-from tests.capture.optimizers import WIDTH, Form, Net, SparseNet
+from tests.engine.build import live
+from tests.engine.optimizers import WIDTH, Form, Net, SparseNet
 
 from .case import Skip
 from .place import Place

@@ -2,20 +2,386 @@
 
 from __future__ import annotations
 
+import importlib
 import os
+import shutil
 import sys
-from typing import Annotated, Any
+import traceback
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from importlib import import_module
+from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-from typer.core import TyperGroup
+import typer  # typer itself reads the annotations of these functions
+from rich.text import Text
+from typer.core import TyperCommand, TyperGroup
 
-from datastates.errors import DatastatesError
+from datastates.errors import Corrupt, DatastatesError, InvalidInput, SyntaxProblem, Unavailable
+from datastates.lineage.views.text import clean
+from datastates.system import logs
 
-from .commands import LazyCommands, simplify
-from .interrupt import INTERRUPTED
-from .shell import AsJson, Globals, Repo
+from .interrupt import INTERRUPTED, orderly
+from .tables import Cleaned, TextTable, clean_line, clean_lines, cut
 
-__all__ = ["app", "run"]
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+    from sqlalchemy.orm import Session
+
+    from datastates.lineage.database import Database
+    from datastates.lineage.states import State
+    from datastates.maintenance.location import Location
+    from datastates.repository import Repository
+
+EXAMPLES = {
+    "branches": "datastates branches 'metrics.val_loss < 0.2' --sort best",
+    "best": "datastates best val_loss",
+    "watch": "datastates watch --metric val_loss --every 5",
+    "runs": "datastates runs -n 5",
+    "stats": "datastates stats",
+    "incomplete": "datastates incomplete",
+    "du": "datastates du",
+    "cadence": "datastates cadence main --mtbf 6h",
+    "log": "datastates log main --columns val_loss --since 7d",
+    "show": "datastates show main@best:val_loss",
+    "find": "datastates find 'metrics.val_loss < 0.2 and step > 500 order by metrics.val_loss limit 5'",
+    "compare": "datastates compare main main~3",
+    "diff": "datastates diff main~3 main --only 'model/*' --sort change",
+    "blame": "datastates blame main --only 'model/*' --size",
+    "bisect": "datastates bisect main~3 main --metric 'val_loss > 0.13'",
+    "config": "datastates config main --diff main~3",
+    "refs": "datastates refs",
+    "reflog": "datastates reflog main",
+    "tag": "datastates tag baseline main~3 --message 'before the new schedule'",
+    "branch": "datastates branch second-try main@best:val_loss",
+    "rm": "datastates rm second-try --bytes --dry-run",
+    "annotate": "datastates annotate main --metric test_loss=0.31",
+    "note": "datastates note main --message 'diverges *after* the warm-up'",
+    "restore": "datastates restore main@best:val_loss --into weights.safetensors --only model",
+    "export": "datastates export baseline --bundle baseline-bundle",
+    "import": "datastates import baseline-bundle --repo elsewhere",
+    "clone": "datastates clone tcp://127.0.0.1:4711/main --repo mine",
+    "serve": "datastates serve http://127.0.0.1:8642 tcp://127.0.0.1:4711",
+    "token": "datastates token clone.token",
+    "init": "datastates init elsewhere",
+    "verify": "datastates verify",
+    "repair": "datastates repair",
+    "gc": "datastates gc --dry-run",
+    "reindex": "datastates reindex --replace",
+    "prune": "datastates prune --keep 'latest:5 best:3:val_loss' --dry-run",
+    "doctor": "datastates doctor",
+    "demo": "datastates demo --short",
+}
+"""The examples by the name of the command."""
+
+
+# The commands, in the order in which help lists them: the module that defines each, and its
+# heading.
+
+
+COMMANDS = {
+    "branches": ("Look", "lists.register_overview"),
+    "best": ("Look", "lists.register_overview"),
+    "watch": ("Look", "lists.register_overview"),
+    "runs": ("Look", "lists.register_overview"),
+    "stats": ("Look", "lists.register_overview"),
+    "incomplete": ("Look", "lists.register_incomplete"),
+    "du": ("Look", "upkeep.register_room"),
+    "cadence": ("Look", "compare.register_cadence"),
+    "log": ("Look", "history.register"),
+    "show": ("Look", "history.register"),
+    "find": ("Look", "history.register"),
+    "compare": ("Look", "compare.register_compare"),
+    "diff": ("Look", "compare.register_diff"),
+    "blame": ("Look", "compare.register_blame"),
+    "bisect": ("Look", "compare.register_bisect"),
+    "config": ("Look", "compare.register_configured"),
+    "refs": ("Look", "names.register_refs"),
+    "reflog": ("Look", "names.register_refs"),
+    "tag": ("Name", "names.register_refs"),
+    "branch": ("Name", "names.register_refs"),
+    "rm": ("Name", "names.register_refs"),
+    "note": ("Name", "names.register_notes"),
+    "annotate": ("Name", "names.register_notes"),
+    "restore": ("Move states", "move.register_payload"),
+    "export": ("Move states", "move.register_bundle"),
+    "import": ("Move states", "move.register_bundle"),
+    "clone": ("Move states", "move.register_clone"),
+    "serve": ("Serve", "serve.register_serve"),
+    "token": ("Serve", "serve.register_token"),
+    "init": ("Set up and check", "doctor.register_setup"),
+    "verify": ("Set up and check", "upkeep.register_upkeep"),
+    "repair": ("Set up and check", "upkeep.register_upkeep"),
+    "gc": ("Set up and check", "upkeep.register_upkeep"),
+    "reindex": ("Set up and check", "upkeep.register_upkeep"),
+    "prune": ("Set up and check", "upkeep.register_room"),
+    "doctor": ("Set up and check", "doctor.register_doctor"),
+    "demo": ("Set up and check", "doctor.register_setup"),
+}
+"""The heading of each command, and the function that adds it to a ``typer.Typer``, by its module."""
+
+
+class Command(TyperCommand):
+    """A command whose parameters cost no more than necessary."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        return simplify(super().get_params(ctx))
+
+
+class LazyCommands(MutableMapping[str, Any]):
+    """The commands by name; each is made when it is asked for."""
+
+    def __init__(self) -> None:
+        self._made: dict[str, Any] = {}
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._made:
+            self._made[name] = _make(name)
+        return self._made[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(COMMANDS)
+
+    def __len__(self) -> int:
+        return len(COMMANDS)
+
+    def __contains__(self, name: object) -> bool:
+        return name in COMMANDS
+
+    def __setitem__(self, name: str, command: Any) -> None:
+        raise TypeError(f"{name} is not in the table of commands: add it there")
+
+    def __delitem__(self, name: str) -> None:
+        raise TypeError(f"{name} stays")
+
+
+def _make(name: str) -> Any:
+    heading, path = COMMANDS[name]
+    module, register = path.split(".")
+    app = typer.Typer(add_completion=False)
+    getattr(import_module(f".{module}", __package__), register)(app)
+    app.registered_commands = [one for one in app.registered_commands if name == (one.name or getattr(one.callback, "__name__", None))]
+    (info,) = app.registered_commands
+    info.rich_help_panel, info.cls, info.epilog = heading, Command, f"Example: {EXAMPLES[name]}"
+    return typer.main.get_command(app)
+
+
+def simplify(parameters: list[Any]) -> list[Any]:
+    """Show flags without a type, and take values as they are if nothing has to be converted.
+
+    Typer converts with pydantic, whose import takes a third of the time that ``datastates log`` needs to begin.
+    """
+    for parameter in parameters:
+        if getattr(parameter, "is_flag", False):
+            parameter.metavar = ""
+        if not isinstance(parameter.process_value, _Unconverted) and parameter.nargs == 1 and not getattr(parameter, "multiple", False):
+            parameter.process_value = _Unconverted(parameter)
+    return parameters
+
+
+class _Unconverted:
+    """The conversion for a parameter: a missing value, a default, and a text where a text is wanted stay as they are."""
+
+    def __init__(self, parameter: Any) -> None:
+        self._convert, self._parameter = parameter.process_value, parameter
+        self._is_text = getattr(getattr(parameter, "type_descriptor", None), "annotation", None) is str
+
+    def __call__(self, context: Any, value: Any) -> Any:
+        of = self._parameter
+        is_missing = value is None and not of.required
+        is_default = value is not None and value is of.default and type(value) in (int, float, str)
+        if not (is_missing or is_default or (self._is_text and type(value) is str)):
+            return self._convert(context, value)
+        return value if of.callback is None else of.callback(context, of, value)
+
+
+# What every command needs: its repository, and where and how to write.
+
+
+Repo = Annotated[
+    str | None,
+    typer.Option(
+        "--repo",
+        "-r",
+        metavar="URL",
+        help="The repository's folder or postgresql://… (default: DATASTATES_REPO, else found from here upwards, else ./runs).",
+        show_default=False,
+    ),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Write JSON; lists as one object a line.", show_default=False)]
+
+MOST = 10**9
+"""The largest number that an option which counts takes: databases count to 2**63 at most."""
+
+Limit = Annotated[int, typer.Option("--limit", "-n", min=0, max=MOST, help="Show at most this many; 0 shows all.")]
+
+PIPED_WIDTH = 10_000
+"""The width for output that a program reads, so that nothing is folded or cut."""
+
+
+@dataclass(slots=True)
+class Globals:
+    """The options before the command."""
+
+    repo: str | None = None
+    packs: str | None = None
+    as_json: bool = False
+
+
+class Shell:
+    """The context of a command, which makes it first from its own options and those before it."""
+
+    def __init__(self, context: typer.Context, repo: str | None = None, as_json: bool = False) -> None:
+        options = context.ensure_object(Globals)
+        options.as_json = self.as_json = as_json or options.as_json  # errors are reported the same way
+        self._repo, self._packs = repo or options.repo, options.packs
+
+    @cached_property
+    def console(self) -> Console:
+        """rich's console, for colours and for output that moves or folds."""
+        from rich.console import Console
+
+        return Console(highlight=False, markup=False, emoji=False, width=None if sys.stdout.isatty() else PIPED_WIDTH)
+
+    @property
+    def width(self) -> int | None:
+        """The columns of the terminal; None if a program reads the output."""
+        return shutil.get_terminal_size().columns if is_terminal() else None
+
+    @property
+    def url(self) -> str:
+        """The url of the command's repository, as it was named or found."""
+        from datastates.maintenance.location import discover
+
+        return self._repo or discover()
+
+    def location(self, *, must_exist: bool = True) -> Location:
+        """The location of the repository.
+
+        :raises NotFound: with ``must_exist``, the repository does not exist.
+        """
+        from datastates.maintenance.location import locate
+
+        return locate(self.url, self._packs, must_exist=must_exist)
+
+    @contextmanager
+    def database(self) -> Iterator[Database]:
+        """The lineage, open; needs torch only if a lease is free, because then the states of dead processes are settled first."""
+        from datastates.lineage.database import Database
+        from datastates.maintenance.lease import held_in
+
+        location = self.location()
+        if held_in(location.packs, is_held=False):
+            with self.repository() as repository:
+                yield repository.core.database
+            return
+        database = Database(location.database_url, create=False)
+        try:
+            yield database
+        finally:
+            database.close()
+
+    @contextmanager
+    def reading(self) -> Iterator[Session]:
+        """A transaction that reads its lineage."""
+        with self.database() as database, database.read() as session:
+            yield session
+
+    @contextmanager
+    def writing(self) -> Iterator[Session]:
+        """A durable transaction that changes its lineage."""
+        orderly()
+        with self.database() as database:
+            with database.write(durable=True) as session:
+                yield session
+            from datastates.maintenance.chronicle import tell_now
+
+            tell_now(database, self.location().packs)
+
+    @contextmanager
+    def repository(self, *, must_exist: bool = True) -> Iterator[Repository]:
+        """The whole repository, including payload: imports torch. Without ``must_exist``, a repository that is missing is made."""
+        location = self.location(must_exist=must_exist)
+        from datastates.repository import open as open_repository
+
+        orderly()
+        url = location.database_url if location.root is None else location.root
+        with open_repository(url, packs=location.packs) as repository:
+            yield repository
+
+    def write(self, *items: str | Text | TextTable | RenderableType) -> None:
+        """Write for people; a ``str`` is a line. On a terminal nothing is wider than it; for a program there are neither colours nor
+        trailing blanks. Whatever others wrote into it cannot steer the terminal.
+        """
+        for item in items:
+            if isinstance(item, TextTable):
+                self._write_lines(item.lines(self.width))
+                left_out = item.left_out(self.width)
+                if left_out:
+                    self.hint(f"no room here for {', '.join(left_out)}: a wider terminal shows more")
+            elif isinstance(item, str | Text):
+                self._write_lines([Text(item) if isinstance(item, str) else item])
+            else:
+                self._write_rich(item)
+
+    def write_cut(self, lines: Iterable[Text]) -> None:
+        """Write lines that may be cut to the width of a terminal, but must not fold."""
+        self._write_lines([line if self.width is None else cut(line, self.width) for line in lines])
+
+    def _write_lines(self, lines: Iterable[Text]) -> None:
+        has_colours = is_terminal() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") not in ("dumb", "unknown")
+        for line in map(clean_line, lines):
+            if has_colours:
+                self.console.print(line, soft_wrap=True)
+            else:
+                sys.stdout.write(line.plain + "\n")
+
+    def _write_rich(self, item: RenderableType) -> None:
+        item = Cleaned(item)
+        if self.console.is_terminal:
+            self.console.print(item)
+            return
+        with self.console.capture() as captured:
+            self.console.print(item)
+        sys.stdout.write("".join(f"{line.rstrip()}\n" for line in captured.get().splitlines()))
+
+    def hint(self, text: str) -> None:
+        """Write a remark of one line for people beside the output: on standard error, and not with JSON."""
+        if self.as_json:
+            return
+        sys.stdout.flush()  # the output that it refers to comes first
+        text = clean(text)
+        is_dim = sys.stderr.isatty() and not os.environ.get("NO_COLOR")
+        sys.stderr.write((typer.style(text, dim=True) if is_dim else text) + "\n")
+
+    def write_json(self, value: object) -> None:
+        """Write one object, on a line of its own."""
+        import msgspec
+
+        sys.stdout.write(msgspec.json.encode(value, enc_hook=str).decode() + "\n")
+
+    def write_lines(self, values: Iterable[object]) -> None:
+        """Write one object a line."""
+        for value in values:
+            self.write_json(value)
+
+    def write_states(self, states: Iterable[State]) -> None:
+        """Write one state a line; ``restorable`` tells whether some tier holds its bytes."""
+        import msgspec
+
+        self.write_lines({**msgspec.to_builtins(each, enc_hook=str), "restorable": each.status.is_restorable} for each in states)
+
+
+def is_terminal() -> bool:
+    """Whether a person reads standard output."""
+    forced = os.environ.get("FORCE_COLOR")
+    return sys.stdout.isatty() if forced is None else forced != ""
+
+
+# All commands together, and what surrounds each of them: global options, errors, the end of a
+# pipe.
+
 
 EPILOG = (
     "Exit codes: 0 done; 1 unexpected; 2 wrong command line; 3 not found; 4 conflict; 5 invalid input; 6 corrupt;"
@@ -54,7 +420,6 @@ def _wants_json(context: Any) -> bool:
 
 
 def _complain(error: BaseException, *, as_json: bool) -> int:
-    from .exits import code_of, complain
 
     complain(error, as_json=as_json)
     return code_of(error)
@@ -117,3 +482,120 @@ def _flush() -> None:
 def _leave_pipe() -> None:
     """End quietly when our reader has seen enough (``| head``): that is not a failure, and nothing may be written at exit either."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+# How a command ends: the exit code of each error, and how the error is reported.
+
+
+EXIT_CODES = {
+    "error": 1,
+    "torn": 1,
+    "closed": 1,
+    "not-found": 3,
+    "ambiguous": 3,
+    "conflict": 4,
+    "invalid-input": 5,
+    "syntax": 5,
+    "unsupported": 5,
+    "corrupt": 6,
+    "unavailable": 7,
+    "over-budget": 7,
+    "disconnected": 7,
+    "unauthorized": 8,
+    "peer-fault": 8,
+    "dirty": 1,
+    "module-failed": 1,
+    "cancelled": 130,
+}
+"""Exit codes by the kind of error. 2 is a wrong command line; an error that is not listed is a defect: 1."""
+
+
+def code_of(error: BaseException) -> int:
+    """The exit code with which ``error`` ends a command."""
+    return EXIT_CODES.get(error.kind, 1) if isinstance(error, DatastatesError) else 1
+
+
+def complain(error: BaseException, *, as_json: bool) -> None:
+    """Report an error on standard error: one red message, or a JSON object; with a traceback only if it is asked for."""
+    if os.environ.get("DATASTATES_TRACEBACK"):
+        traceback.print_exception(error)
+    if as_json:
+        import msgspec
+
+        sys.stderr.write(msgspec.json.encode({"error": _describe(error)}).decode() + "\n")
+        return
+    if isinstance(error, DatastatesError):
+        text = str(error)
+    elif isinstance(error, OSError) and error.strerror:
+        text = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    else:
+        text = f"unexpected {type(error).__name__}: {error}\nDATASTATES_TRACEBACK=1 shows where it comes from"
+    said = clean_lines(logs.text(f"error: {text}"))
+    has_colours = sys.stderr.isatty() and not os.environ.get("NO_COLOR")
+    sys.stderr.write((typer.style(said, fg="red") if has_colours else said) + "\n")
+
+
+def _describe(error: BaseException) -> dict[str, object]:
+    described: dict[str, object] = {"kind": "error", "message": logs.text(str(error))}
+    if isinstance(error, DatastatesError):
+        described["kind"] = error.kind
+    if isinstance(error, SyntaxProblem):
+        described |= {"text": error.text, "column": error.column, "expected": list(error.expected)}
+    if isinstance(error, Unavailable | Corrupt):
+        described["nearest"] = error.nearest
+    return described
+
+
+# The user's function that ``MODULE:FUNCTION`` names.
+
+
+def function_of(said: str, purpose: str) -> Callable[..., Any]:
+    """The function; modules of the current folder are found too. ``purpose`` says what it must do: ``gives a picture``.
+
+    :raises InvalidInput: there is no such function.
+    """
+    module, _, name = said.partition(":")
+    if not (module and name):
+        raise InvalidInput(f"{said!r} names no function: write MODULE:FUNCTION, such as shop.data:check")
+    if "" not in sys.path and os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        found = getattr(importlib.import_module(module), name, None)
+    except ImportError as exc:
+        raise InvalidInput(f"{said!r} cannot be imported from here ({exc}): run the command in the folder of that module") from exc
+    if not callable(found):
+        raise InvalidInput(f"{module} has no function {name!r}: name one that {purpose}")
+    function: Callable[..., Any] = found
+    return function
+
+
+# Completion of names: reads the lineage, needs no torch, and never reports errors.
+
+
+def ref_names(context: typer.Context, incomplete: str) -> list[str]:
+    """Branches and tags that begin with this text; the last part of a range is completed too."""
+    head, dots, last = incomplete.rpartition("..")
+    return [f"{head}{dots}{name}" for name, _ in _refs(context) if name.startswith(last)]
+
+
+def branch_names(context: typer.Context, incomplete: str) -> list[str]:
+    """Branches that begin with this text."""
+    return [name for name, kind in _refs(context) if kind == "branch" and name.startswith(incomplete)]
+
+
+def tag_names(context: typer.Context, incomplete: str) -> list[str]:
+    """Tags that begin with this text."""
+    return [name for name, kind in _refs(context) if kind == "tag" and name.startswith(incomplete)]
+
+
+def _refs(context: typer.Context) -> list[tuple[str, str]]:
+    try:
+        from datastates.lineage.query import names
+
+        # While a line is completed no callback has run: the options are only in the parameters.
+        outer = context.parent.params if context.parent is not None else {}
+        context.obj = Globals(repo=outer.get("repo"), packs=outer.get("packs"))
+        with Shell(context, context.params.get("repo")).reading() as session:
+            return [(ref.name, ref.kind.value) for ref in names.refs(session)]
+    except (DatastatesError, OSError):
+        return []

@@ -2,28 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+import os
+import shlex
+import subprocess
+import tempfile
+from collections.abc import Mapping, Sequence
+from enum import StrEnum
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .complete import ref_names
-from .shell import AsJson, Repo, Shell
+from datastates.errors import InvalidInput, Unavailable
+
+from .app import AsJson, Repo, Shell, branch_names, ref_names
+from .move import progress_of
+from .tables import Column, TextTable
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from rich.console import RenderableType
     from rich.text import Text
 
-    from datastates.lineage.show.comparison import Comparison, ComparisonRow
-    from datastates.lineage.states import Value
-
-    from .tables import Table
-
-__all__ = ["register"]
+    from datastates.compare.blame import Bisection, Blame, Judge, Verdict
+    from datastates.compare.diff import Diff, TensorChange
+    from datastates.lineage import State
+    from datastates.lineage.views.comparison import Comparison, ComparisonRow, Configured, Pair
+    from datastates.policy.text import Advice
+    from datastates.repository import Repository
+    from datastates.values import Value
 
 _KINDS = (("config", "config."), ("metrics", "metrics."), ("attributes", "attr."), ("code", ""))
 
 
-def register(app: typer.Typer) -> None:
+def register_compare(app: typer.Typer) -> None:
     """Add the command."""
     app.command()(compare)
 
@@ -39,8 +53,8 @@ def compare(
     as_json: AsJson = False,
 ) -> None:
     """Put states beside each other: configuration, metrics, attributes, and where each can be restored. No payload is read."""
-    from datastates.lineage.search import revision
-    from datastates.lineage.show import comparison
+    from datastates.lineage.query import revision
+    from datastates.lineage.views import comparison
 
     shell = Shell(context, repo, as_json)
     comparison.check_count(len(revs))
@@ -49,22 +63,21 @@ def compare(
     if shell.as_json:
         shell.write_json(found)
         return
-    shell.write(_table(found, show_same=show_same))
+    shell.write(_table_compare(found, show_same=show_same))
     same = sum(not row.differs for kind, _ in _KINDS for row in getattr(found, kind))
     if same and not show_same:
         shell.hint(f"{same} more are the same in all of them: --all shows them, too")
 
 
-def _table(found: Comparison, *, show_same: bool) -> Table:
+def _table_compare(found: Comparison, *, show_same: bool) -> TextTable:
     """A table with a column for each state; the best value of each metric is green."""
     from rich.text import Text
 
-    from datastates.lineage.show.texts import short, step_text
+    from datastates.lineage.views.text import short, step_text
 
-    from .render import stored_text
-    from .tables import Column, Table
+    from .tables import Column, TextTable, stored_text
 
-    table = Table([Column("", is_flexible=True), *(Column(each.rev, is_number=True, is_flexible=True) for each in found.states)])
+    table = TextTable([Column("", is_flexible=True), *(Column(each.rev, is_number=True, is_flexible=True) for each in found.states)])
     table.add("state", *(Text(short(each.state.uid), "yellow") for each in found.states))
     table.add("step", *(step_text(each.state) for each in found.states))
     if any(each.branch != each.rev for each in found.states):
@@ -84,7 +97,7 @@ def _cells(row: ComparisonRow) -> list[Text]:
     from rich.text import Text
 
     best = _best(row)
-    return [Text(_value(value), "green" if best is not None and value == best else "") for value in row.values]
+    return [Text(_value_compare(value), "green" if best is not None and value == best else "") for value in row.values]
 
 
 def _best(row: ComparisonRow) -> float | None:
@@ -94,6 +107,521 @@ def _best(row: ComparisonRow) -> float | None:
     return min(numbers) if row.direction == "min" else max(numbers)
 
 
-def _value(value: Value) -> str:
+def _value_compare(value: Value) -> str:
     text = "-" if value is None else f"{value:.6g}" if isinstance(value, float) else str(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+# ``diff``: what changed from one state to another.
+
+
+STAT = "no payload was read: 'unread' tensors lie in chunks that differ, and may have changed; without --stat they are compared"
+
+
+class Order(StrEnum):
+    """The key by which tensors are sorted."""
+
+    TREE = "tree"
+    CHANGE = "change"
+
+
+def register_diff(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command()(diff)
+
+
+def diff(
+    context: typer.Context,
+    old: Annotated[str, typer.Argument(metavar="OLD", help="A state: uid, name, main~3, main@best:val_loss, …", autocompletion=ref_names)],
+    new: Annotated[str, typer.Argument(metavar="NEW", help="Another one.", autocompletion=ref_names)] = "main",
+    only: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--only", metavar="PATTERN", help="Only these objects or tensors: model, 'model/*.weight'; may be repeated.", show_default=False
+        ),
+    ] = None,
+    stat: Annotated[
+        bool, typer.Option("--stat", help="Only count, by the manifests: no payload is read, and what may have changed is 'unread'.")
+    ] = False,
+    order: Annotated[Order, typer.Option("--sort", help="The order: as in the tree, or what changed most first.")] = Order.TREE,
+    show_same: Annotated[bool, typer.Option("--all", "-a", help="Also show tensors that did not change.")] = False,
+    repo: Repo = None,
+    as_json: AsJson = False,
+) -> None:
+    """Compare two states: configuration, each tensor, metrics, values and code."""
+    shell = Shell(context, repo, as_json)
+    with shell.repository() as repository, progress_of(shell) as progress:
+        bar = progress.add_task("comparing", total=None)
+        found = repository.diff(
+            old, new, only=only or None, stat=stat, on_progress=lambda done, total: progress.update(bar, completed=done, total=total)
+        )
+    if shell.as_json:
+        from datastates.compare.diff import to_plain
+
+        shell.write_json(to_plain(found))
+        return
+    tensors = [] if stat else [tensor for tensor in found.tensors if show_same or tensor.change != "same"]
+    if order is Order.CHANGE:
+        tensors.sort(key=lambda tensor: -(tensor.relative or 0.0))
+    shell.write(*_heading(found), *_settings(found), *([_tensors_table(tensors)] if tensors else []), *_rest(found))
+    for remark in [*([STAT] if stat and not found.lacking else []), *_instead(found)]:
+        shell.hint(remark)
+
+
+def _instead(found: Diff) -> list[str]:
+    """The bytes that are lacking, and the command that compares the states that can be had instead."""
+    if not found.lacking:
+        return []
+    nearest = {lacking.state: lacking.nearest for lacking in found.lacking}
+    sides = [nearest.get(state.uid, state) for state in (found.old, found.new)]
+    remarks = [f"tensors could not be compared: {lacking.why}" for lacking in found.lacking]
+    if sides[0] is not None and sides[1] is not None and sides[0].uid != sides[1].uid:
+        remarks.append(f"the nearest that can be: datastates diff {sides[0].uid[:10]} {sides[1].uid[:10]}")
+    return remarks
+
+
+def _heading(found: Diff) -> list[RenderableType]:
+    from datastates.lineage.views.text import short
+
+    from .tables import state_text
+
+    base = "they have no common ancestor" if found.base is None else f"their nearest common ancestor is {short(found.base.uid)}"
+    if found.base is not None and found.base.uid in {found.old.uid, found.new.uid}:
+        steps = found.new.step - found.old.step
+        base = f"{abs(steps)} step{'' if abs(steps) == 1 else 's'} {'on' if steps >= 0 else 'back'}"
+    return [state_text(found.old), state_text(found.new), base]
+
+
+def _settings(found: Diff) -> list[RenderableType]:
+    """The lines about the configuration, which explains the other changes."""
+    from .tables import facts_table
+
+    return [
+        facts_table([("config", f"{key}: {_value_diff(old)} -> {_value_diff(new)}") for key, (old, new) in found.config.items()])
+    ] * bool(found.config)
+
+
+def _tensors_table(tensors: list[TensorChange]) -> RenderableType:
+    from .tables import table
+
+    made = table("tensor", "shape", "norm", "change / norm", "cosine", "largest change", "changed")
+    for tensor in tensors:
+        if tensor.distance is None:
+            was = "" if tensor.old_shape is None else f", was {tensor.old_dtype} {_shape(tensor.old_shape)}"
+            made.add_row(tensor.path, _shape(tensor.shape), f"{tensor.change}{was}")
+            continue
+        recast = "" if tensor.old_dtype is None else f" {tensor.old_dtype} -> {tensor.dtype}"
+        made.add_row(
+            tensor.path,
+            _shape(tensor.shape) + recast,
+            _number(tensor.norm),
+            _number(tensor.relative),
+            "" if tensor.cosine is None else f"{tensor.cosine:.6f}",
+            "" if not tensor.largest else f"{_number(tensor.largest)} at {_shape(tensor.at or ())}",
+            f"{100 * (tensor.fraction or 0.0):.3g} %",
+        )
+    return made
+
+
+def _rest(found: Diff) -> list[RenderableType]:
+    from .tables import facts_table
+
+    counts = [f"{found.count(change)} {change}" for change in dict.fromkeys(tensor.change for tensor in found.tensors)]
+    facts: list[tuple[str, object]] = [("tensors", "not compared" if found.lacking else ", ".join(counts) or "none")]
+    for name in ("metrics", "values", "attributes", "versions"):
+        word = name.removesuffix("s") if name != "values" else "value"
+        facts += [(word, f"{key}: {_value_diff(old)} -> {_value_diff(new)}") for key, (old, new) in getattr(found, name).items()]
+    if found.code is not None:
+        facts.append(("code", f"{_value_diff(found.code[0])} -> {_value_diff(found.code[1])}"))
+    return [facts_table(facts)]
+
+
+def _shape(sizes: tuple[int, ...]) -> str:
+    return "[" + ", ".join(map(str, sizes)) + "]"
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.4g}"
+
+
+def _value_diff(value: object) -> str:
+    text = "nothing" if value is None else f"{value:.6g}" if isinstance(value, float) else str(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+# ``blame``: which state last changed each tensor.
+
+
+def register_blame(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command()(blame)
+
+
+def blame(
+    context: typer.Context,
+    rev: Annotated[
+        str, typer.Argument(metavar="REV", help="A state: uid, name, main~3, main@best:val_loss, …", autocompletion=ref_names)
+    ] = "main",
+    only: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--only", metavar="PATTERN", help="Only these objects or tensors: model, 'model/*.weight'; may be repeated.", show_default=False
+        ),
+    ] = None,
+    size: Annotated[bool, typer.Option("--size", help="Also by how much, relative to the old norm: reads both versions.")] = False,
+    repo: Repo = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show which state last changed each tensor, along first parents; where bytes are gone, between which states it was.
+
+    It compares digests, and reads bytes only where small tensors share what changed.
+    """
+    from .move import counting
+
+    shell = Shell(context, repo, as_json)
+    with shell.repository() as repository, counting(shell, "states") as count:
+        found = repository.blame(rev, only=only or None, size=size, on_progress=count)
+    if shell.as_json:
+        from datastates.compare.blame import to_plain
+
+        shell.write_lines(to_plain(each) for each in found)
+        return
+    from .tables import table
+
+    made = table("tensor", "shape", "last changed", *(["change / norm"] if size else []), "how")
+    for each in found:
+        shape = "[" + ", ".join(map(str, each.shape)) + "]"
+        made.add_row(each.path, shape, _when(each), *([_much(each)] if size else []), _how(each))
+    shell.write(made)
+    if any(each.earliest is not None for each in found):
+        shell.hint("the bytes of the states in between are gone, or are not here")
+
+
+def _when(found: Blame) -> str:
+    last = f"step {found.state.step}, {found.state.uid[:10]}"
+    earliest = found.earliest
+    return last if earliest is None else f"at or after step {earliest.step}, {earliest.uid[:10]}; at or before {last}"
+
+
+def _much(found: Blame) -> str:
+    return "" if found.relative is None else f"{found.relative:.4g}"
+
+
+def _how(found: Blame) -> str:
+    return f"{found.change}{', by a merge or from its other parents' * found.is_merged}"
+
+
+# ``bisect``: the first state at which something turned bad.
+
+
+_SKIP = 125
+_NOT_RUN = (126, 127)
+
+
+def register_bisect(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command()(bisect)
+
+
+def bisect(
+    context: typer.Context,
+    good: Annotated[str, typer.Argument(metavar="GOOD", help="A state that is good.", autocompletion=ref_names)],
+    bad: Annotated[str, typer.Argument(metavar="BAD", help="A descendant of it that is bad.", autocompletion=ref_names)],
+    metric: Annotated[
+        str | None,
+        typer.Option(
+            "--metric", metavar="CONDITION", help="A state is bad where this holds: 'loss > 5'. Nothing is restored.", show_default=False
+        ),
+    ] = None,
+    command: Annotated[
+        str | None,
+        typer.Option(
+            "--run",
+            metavar="COMMAND",
+            help="A state is bad where it ends with 1 to 124; 0: good, 125: skip. {path}: a folder of its safetensors, {uid}: its uid.",
+            show_default=False,
+        ),
+    ] = None,
+    function: Annotated[
+        str | None,
+        typer.Option(
+            "--python",
+            metavar="MODULE:FUNCTION",
+            help="A state is bad where this returns True; it takes what repo.load returns. None skips.",
+            show_default=False,
+        ),
+    ] = None,
+    only: Annotated[
+        list[str] | None,
+        typer.Option("--only", metavar="PATTERN", help="Restore only these objects for it: model; may be repeated.", show_default=False),
+    ] = None,
+    reset: Annotated[bool, typer.Option("--reset", help="Forget what an earlier bisection of this question found.")] = False,
+    repo: Repo = None,
+    as_json: AsJson = False,
+) -> None:
+    """Find the first bad state between two, by restoring about log2 of their number.
+
+    A bisection that was broken off goes on when the same command is given again. States whose bytes are gone are not tried: the answer may
+    then be a range.
+    """
+    shell = Shell(context, repo, as_json)
+    asked = [(kind, said) for kind, said in (("metric", metric), ("run", command), ("python", function)) if said is not None]
+    if len(asked) != 1:
+        raise InvalidInput(
+            "what is bad is said by one of --metric 'loss > 5', --run COMMAND and --python MODULE:FUNCTION: give one of them"
+        )
+    ((kind, said),) = asked
+    with shell.repository() as repository:
+        from datastates.compare.blame import bisect_by, judge_of
+
+        if kind == "metric":
+            found = repository.bisect(good, bad, said)
+            return _say_bisect(shell, found, said)
+        if kind == "run":
+            judge = _command_judge(repository, said, only)
+        else:
+            from .app import function_of
+
+            judge = judge_of(repository.core, function_of(said, "says whether a state is bad"), only)
+        one, other = repository.state(good), repository.state(bad)
+        by = f"{kind} {said} {' '.join(only or ())}".strip()
+        notes = _notes_of(repository, f"{one.uid} {other.uid} {by}")
+        if reset and notes is not None:
+            notes.unlink(missing_ok=True)
+        try:
+            found = bisect_by(repository.core, one, other, _telling(shell, judge), by=by, verdicts=notes)
+        except KeyboardInterrupt:
+            if notes is not None:
+                shell.hint("to go on: the same command again; --reset begins anew")
+            raise
+    return _say_bisect(shell, found, said)
+
+
+def _notes_of(repository: Repository, question: str) -> Path | None:
+    """The file that keeps the verdicts of a question, in the repository's folder; None if nothing may be written."""
+    folder = repository.location.root or repository.location.packs.parent
+    name = f"bisect-{hashlib.blake2b(question.encode(), digest_size=8).hexdigest()}.json"
+    return folder / name if os.access(folder, os.W_OK) else None
+
+
+def _telling(shell: Shell, judge: Judge) -> Judge:
+    """A judge that prints each verdict as it is found."""
+
+    def told(state: State) -> Verdict:
+        verdict = judge(state)
+        shell.hint(f"step {state.step}, {state.uid[:10]}: {verdict}")
+        return verdict
+
+    return told
+
+
+def _command_judge(repository: Repository, command: str, only: list[str] | None) -> Judge:
+    from datastates.compare.blame import Verdict
+
+    def judge(state: State) -> Verdict:
+        with tempfile.TemporaryDirectory(prefix="datastates-bisect-") as folder:
+            if "{path}" in command:
+                try:
+                    _write(repository, state, Path(folder), only)
+                except Unavailable:
+                    return Verdict.SKIPPED
+            filled = command.replace("{uid}", state.uid).replace("{path}", shlex.quote(folder))
+            code = subprocess.run(["/bin/sh", "-c", filled], check=False, stdin=subprocess.DEVNULL, stdout=2).returncode
+        if code in _NOT_RUN or not 0 <= code < 128:
+            how = "could not be run" if code in _NOT_RUN else "was ended by a signal or with a code of 128 or more"
+            raise InvalidInput(f"{filled!r} {how} (exit code {code}), which says nothing of state {state.uid}: mend the command, and go on")
+        return Verdict.GOOD if code == 0 else Verdict.SKIPPED if code == _SKIP else Verdict.BAD
+
+    return judge
+
+
+def _write(repository: Repository, state: State, folder: Path, only: list[str] | None) -> None:
+    from datastates.files.checkpoints import export, plan_export
+
+    export(plan_export(repository.load(state, only=only or None), state, folder))
+
+
+def _say_bisect(shell: Shell, found: Bisection, question: str) -> None:
+    if shell.as_json:
+        shell.write_json(
+            {
+                "first": None if found.first is None else found.first.uid,
+                "good": found.good.uid,
+                "bad": found.bad.uid,
+                "candidates": [state.uid for state in found.candidates],
+                "restores": found.restores,
+                "tried": found.tried,
+            }
+        )
+        return
+    from .tables import state_text
+
+    if found.first is not None:
+        shell.write(state_text(found.first))
+        shell.write(f"is the first bad one by {question!r}; step {found.good.step}, {found.good.uid[:10]} before it is good")
+    else:
+        for state in found.candidates:
+            shell.write(state_text(state))
+        shell.write(f"one of these {len(found.candidates)} is the first bad one by {question!r}: those before the last could not be judged")
+    shell.hint(f"states tried: {found.restores}")
+
+
+# ``cadence``: how often states of a branch should become durable, by the measured costs.
+
+
+Branch = Annotated[
+    str | None,
+    typer.Argument(metavar="BRANCH", help="Its trainings (default: whatever was trained last).", autocompletion=branch_names),
+]
+Mtbf = Annotated[
+    str | None,
+    typer.Option("--mtbf", metavar="TIME", help="The time between failures of a process: 90m, 6h, 2d (default: as observed here)."),
+]
+NodeMtbf = Annotated[
+    str, typer.Option("--node-mtbf", metavar="TIME", help="The time between losses of a node with its disk, for two levels.")
+]
+Overhead = Annotated[str, typer.Option("--overhead", metavar="SHARE", help="The share of the time that CheckFreq may take.")]
+
+
+def register_cadence(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command()(cadence)
+
+
+def cadence(
+    context: typer.Context,
+    branch: Branch = None,
+    mtbf: Mtbf = None,
+    node_mtbf: NodeMtbf = "30d",
+    overhead: Overhead = "3.5%",
+    repo: Repo = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say how often states became durable and why, what that cost, and what each computed cadence would choose."""
+    from datastates.policy.computed import CheckFreq, TwoLevel
+    from datastates.policy.contract import read_duration, read_percent
+    from datastates.policy.text import advise
+
+    shell = Shell(context, repo, as_json)
+    asked = TwoLevel(None if mtbf is None else read_duration(mtbf), read_duration(node_mtbf))
+    share = CheckFreq(read_percent(overhead)).overhead
+    with shell.reading() as session:
+        found = advise(session, branch, mtbf_s=asked.mtbf_s, node_mtbf_s=asked.node_mtbf_s, overhead=share)
+    if shell.as_json:
+        shell.write_json(found)
+        return
+    shell.write(*_facts(found))
+    if found.alternatives:
+        shell.write("", _table_cadence(found))
+        shell.hint('waste is what writes and failures are expected to cost; say one of these as track(cadence="…") or DATASTATES_CADENCE')
+    else:
+        shell.hint(
+            "no training here has measured what writing costs: a cadence is learnt from three writes of a training with this version"
+        )
+
+
+def _facts(found: Advice) -> Iterator[str]:
+    from datastates.lineage.views.text import short, time_text
+    from datastates.policy.contract import span
+
+    if found.run is not None and found.started_at is not None:
+        yield f"branch {found.branch or '-'}, training {short(found.run)} of {time_text(found.started_at)}"
+    if found.chosen is not None:
+        yield f"it went by {found.chosen.cadence}: {found.chosen.why}"
+    costs = found.costs
+    if costs is not None:
+        yield (
+            f"a capture came every {span(costs.interval_s)} and held the training for {span(costs.held_s)}; a write took "
+            f"{span(costs.write_s)} and delayed by {span(costs.overhead_s)} ({costs.captures} captures, {costs.writes} writes)"
+        )
+    seen = found.failures
+    why = "as given" if found.is_given else "with one in 24 h added"
+    died = f"{seen.died} of {seen.processes} processes died in {span(seen.ran_s)}"
+    yield f"{died}: reckoned with is a failure every {span(found.mtbf_s)}, {why}"
+
+
+def _table_cadence(found: Advice) -> TextTable:
+    from datastates.policy.contract import span
+
+    table = TextTable(
+        [Column("cadence"), Column("a state every", is_number=True), Column("waste", is_number=True), Column("why", is_flexible=True)]
+    )
+    for each in found.alternatives:
+        table.add(each.choice.cadence, span(each.interval_s), f"{100 * each.waste:.3g}%", each.choice.why)
+    return table
+
+
+# ``config``: the configuration of a state.
+
+
+def register_configured(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command("config")(show_config)
+
+
+def show_config(
+    context: typer.Context,
+    rev: Annotated[
+        str, typer.Argument(metavar="REV", help="A state or a branch: uid, name, main~3, main@best:val_loss, …", autocompletion=ref_names)
+    ] = "main",
+    other: Annotated[
+        str | None,
+        typer.Option(
+            "--diff", metavar="OTHER", help="Only what differs from this state or branch.", show_default=False, autocompletion=ref_names
+        ),
+    ] = None,
+    repo: Repo = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show the configuration that a state was trained with, since when each value holds, and what it was before."""
+    from datastates.lineage.query import revision
+    from datastates.lineage.views.comparison import changes, configured
+
+    from .tables import state_text
+
+    shell = Shell(context, repo, as_json)
+    with shell.reading() as session:
+        state = revision.resolve(session, rev)
+        if other is None:
+            return _say_configured(shell, configured(session, state.uid))
+        base = revision.resolve(session, other)
+    found = changes(base.config, state.config)
+    if shell.as_json:
+        return shell.write_json({"state": state.uid, "other": base.uid, "changes": found})
+    shell.write(state_text(base), state_text(state), *_rows(found))
+    if not found:
+        shell.hint("both were configured alike" if state.config else "nothing is recorded of the configuration of either")
+    return None
+
+
+def _say_configured(shell: Shell, found: Configured) -> None:
+    from .tables import facts_table, state_text
+
+    before, state = found.before, found.state
+    if shell.as_json:
+        return shell.write_json(
+            {
+                "state": state.uid,
+                "step": state.step,
+                "config": state.config,
+                "since": found.since.uid,
+                "before": None if before is None else before.uid,
+                "changes": found.changes,
+            }
+        )
+    shell.write(state_text(state))
+    if not state.config:
+        shell.hint("it was trained without track(config=…): nothing of its configuration is recorded")
+    else:
+        shell.write(facts_table([(key, _text(value)) for key, value in state.config.items()]))
+    if before is not None:
+        shell.write("", f"so since step {found.since.step}, {found.since.uid[:10]}; from its parent:", *_rows(found.changes))
+    return None
+
+
+def _rows(found: Mapping[str, Pair]) -> list[str]:
+    return [f"{key}: {_text(old)} -> {_text(new)}" for key, (old, new) in found.items()]
+
+
+def _text(value: object) -> str:
+    return "nothing" if value is None else repr(value) if isinstance(value, str) else str(value)

@@ -2,27 +2,106 @@
 
 from __future__ import annotations
 
+import os
+import select
 import sys
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.text import Text
 
-from .complete import ref_names
-from .picking import AsCsv, Columns, Since, Sort, columns_of, refine
-from .shell import MOST, AsJson, Limit, Repo, Shell
+from datastates.errors import InvalidInput, SyntaxProblem
+from datastates.lineage.states import Ref, State
+from datastates.lineage.views.graph import draw, lanes
+from datastates.lineage.views.text import age_text, clean, metrics_text, step_text, time_text
+
+from .app import MOST, AsJson, Limit, Repo, Shell, ref_names
+from .tables import by_state, refs_text, state_text, stored_text
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
+    from rich.console import Console
     from rich.table import Table
     from sqlalchemy.orm import Session
 
     from datastates.api.models import StateDetail
-    from datastates.lineage import Run, State
-    from datastates.lineage.search.query import Field, Query
+    from datastates.lineage import Database, Run, State
+    from datastates.lineage.query.grammar import Field, Node, Order, Query
 
-__all__ = ["register"]
+Columns = Annotated[
+    str | None,
+    typer.Option(
+        "--columns",
+        "-c",
+        metavar="NAMES",
+        help="Columns, by commas: loss,attr.seed (default: what matters).",
+        show_default=False,
+    ),
+]
+Sort = Annotated[
+    str | None, typer.Option("--sort", metavar="NAME", help="Order by a column: loss, 'val_acc desc', step.", show_default=False)
+]
+Since = Annotated[str | None, typer.Option("--since", metavar="AGE", help="Captured since: 2h, 30m, 7d, 2026-11-21.", show_default=False)]
+AsCsv = Annotated[bool, typer.Option("--csv", help="Write CSV, with whole uids.", show_default=False)]
+
+
+def refine(session: Session, query: Query, *, sort: str | None, since: str | None) -> Query:
+    """The query, ordered and bounded as the options say.
+
+    :raises SyntaxProblem: ``sort`` names nothing that is known.
+    :raises InvalidInput: ``since`` is neither an age nor a date.
+    """
+    from datastates.lineage.query.grammar import AllOf
+
+    if since is not None:
+        parts = (*query.conjuncts, _later(since))
+        query = replace(query, condition=AllOf(parts) if len(parts) > 1 else parts[0])
+    return query if sort is None else replace(query, order=tuple(_order(session, part) for part in _parts(sort)))
+
+
+def columns_of(session: Session, text: str) -> list[Field]:
+    """The fields that ``--columns`` names.
+
+    :raises SyntaxProblem: one is not known; names the closest.
+    """
+    from datastates.lineage.query.fields import field_of
+
+    return [field_of(session, part) for part in _parts(text)]
+
+
+def _parts(text: str) -> list[str]:
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    if not parts:
+        raise InvalidInput("no column is named: give names such as loss,step")
+    return parts
+
+
+def _order(session: Session, text: str) -> Order:
+    from datastates.lineage.query.fields import field_of, written
+    from datastates.lineage.query.grammar import parse_query
+
+    name, _, direction = text.rpartition(" ")
+    if direction.lower() not in ("asc", "desc"):
+        name, direction = text, ""
+    (order,) = parse_query(f"order by {written(field_of(session, name.strip()))} {direction}").order
+    return order
+
+
+def _later(since: str) -> Node:
+    from datastates.lineage.query.grammar import parse_query
+
+    for form in (f"created >= now-{since.strip()}", f"created >= {since.strip()}", f"created >= '{since.strip()}'"):
+        try:
+            (condition,) = parse_query(form).conjuncts
+        except (SyntaxProblem, ValueError):
+            continue
+        return condition
+    raise InvalidInput(f"--since {since!r} is no age and no date: give 2h, 30m, 7d or 2026-11-21")
+
+
+# ``log``, ``show`` and ``find``: which states there are, and what is known of them.
+
 
 FOUND = 100
 """How many states ``find`` shows to people who set no limit."""
@@ -59,7 +138,7 @@ def log(
     as_json: AsJson = False,
 ) -> None:
     """Show states and their ancestors, newest first; with --columns or --sort as a table."""
-    from datastates.lineage.search import refs
+    from datastates.lineage.query import names as refs
 
     if rev is not None and all_refs:
         raise typer.BadParameter("--all begins everywhere: leave REV out", param_hint="--all")
@@ -67,7 +146,6 @@ def log(
     if follow:
         if sort or since or as_csv or columns:
             raise typer.BadParameter("it goes with no --columns, --sort, --since or --csv", param_hint="--follow")
-        from .follow import follow_log
 
         follow_log(shell, rev, limit, all_refs=all_refs)
         return
@@ -86,8 +164,6 @@ def log(
     if shell.as_json:
         shell.write_states(shown)
     elif not is_table:
-        from .graph import GONE, log_lines
-
         shell.write_cut(log_lines(shown, names, is_drawn=graph, is_short=oneline))
         if graph and any(not state.status.is_restorable for state in shown):
             shell.hint(f"{GONE} marks states that cannot be restored; `datastates restore REV --nearest` takes the nearest one that can")
@@ -106,17 +182,18 @@ def show(
     as_json: AsJson = False,
 ) -> None:
     """Show all that is known of one state."""
-    from datastates.api.details import detail_of
-    from datastates.lineage.search import revision, walk
-    from datastates.lineage.show.rows import kept_of
-    from datastates.lineage.show.texts import kept_text
-    from datastates.store.naming import packs_of
+    from datastates.api.cache import detail_of
+    from datastates.lineage import lookup
+    from datastates.lineage.query import revision
+    from datastates.lineage.views.branch_rows import kept_of
+    from datastates.lineage.views.text import kept_text
+    from datastates.storage.pack import packs_of
 
     shell = Shell(context, repo, as_json)
     with shell.reading() as session:
         uid = revision.resolve(session, rev).uid
         known = detail_of(session, uid, packs_of(shell.location().packs, uid))
-        parents, children = walk.states(session, known.parents), walk.states(session, known.children)
+        parents, children = lookup.states(session, known.parents), lookup.states(session, known.children)
         kept = None if known.run_record is None else kept_text(*kept_of(session, known.run_record.uid))
     if shell.as_json:
         shell.write_json(known)
@@ -148,7 +225,7 @@ def find(
     as_json: AsJson = False,
 ) -> None:
     """Find states by metric, step, branch, tag, attribute, run or ancestry."""
-    from datastates.lineage.search.query import parse_query
+    from datastates.lineage.query.grammar import parse_query
 
     shell = Shell(context, repo, as_json)
     parsed = parse_query(query)
@@ -180,8 +257,8 @@ def _search(
     session: Session, query: Query, most: int | None, *, sort: str | None, since: str | None, text: str | None = None
 ) -> tuple[list[State], Query]:
     """At most ``most`` of the states that match a query with the options, and the query that was finally asked."""
-    from datastates.lineage.search.names import check_names
-    from datastates.lineage.search.pages import find_each
+    from datastates.lineage.query.fields import check_names
+    from datastates.lineage.query.pages import find_each
 
     check_names(session, query, text)
     query = refine(session, query, sort=sort, since=since)
@@ -193,7 +270,7 @@ def _search(
 def _write_table(
     shell: Shell, session: Session, states: Sequence[State], *, chosen: Sequence[Field] | None, asked: Sequence[Field], as_csv: bool
 ) -> None:
-    from .states import Known, csv_lines, states_table
+    from .tables import Known, csv_lines, states_table
 
     with_runs = any(one.name.startswith("run.") for one in (*(chosen or ()), *asked))
     known = Known.of(session, states, with_runs=with_runs)
@@ -205,15 +282,16 @@ def _write_table(
 
 
 def _asked(session: Session, sort: str | None) -> Sequence[Field]:
-    from datastates.lineage.search.query import Query
+    from datastates.lineage.query.grammar import Query
 
     return refine(session, Query(None, (), None), sort=sort, since=None).fields
 
 
 def _within(session: Session, rev: str | None, *, all_refs: bool) -> Query:
     """The states that ``log`` would show, as a query; with ``--all`` every state."""
-    from datastates.lineage.search import refs, revision
-    from datastates.lineage.search.query import parse_query
+    from datastates.lineage.query import names as refs
+    from datastates.lineage.query import revision
+    from datastates.lineage.query.grammar import parse_query
 
     def reach(uid: str) -> str:
         return f"(uid = '{uid}' or ancestor_of('{uid}'))"
@@ -230,7 +308,7 @@ def _within(session: Session, rev: str | None, *, all_refs: bool) -> Query:
 
 
 def _is_empty(session: Session) -> bool:
-    from datastates.lineage.search import refs
+    from datastates.lineage.query import names as refs
 
     return not refs.refs(session)
 
@@ -248,20 +326,20 @@ def _late(session: Session, shown: Sequence[State]) -> str | None:
     """What waits for parts of ranks: in the training of the newest state shown, or in all if there is none yet."""
     if shown and shown[0].world_size == 1:
         return None
-    from datastates.lineage.change.awaited import waiting
-    from datastates.lineage.search.incomplete import late
+    from datastates.lineage.query.incomplete import late, waiting
 
-    from .incomplete import late_text
+    from .lists import late_text
 
     return late_text(late(session, shown[0].uid) if shown else waiting(session))
 
 
 def _select(session: Session, rev: str | None, limit: int | None, *, all_refs: bool) -> list[State]:
     """The states for the log to show, newest first."""
-    from datastates.lineage.search import refs, walk
+    from datastates.lineage.query import names as refs
+    from datastates.lineage.query import walk
 
     if rev is not None:
-        from datastates.lineage.search import revision  # its grammar takes a while to import
+        from datastates.lineage.query import revision  # its grammar takes a while to import
 
         if ".." in rev:
             return revision.resolve_range(session, rev).states(session, limit)
@@ -278,7 +356,7 @@ def _merge(session: Session, heads: list[str], limit: int | None) -> list[State]
     So the newest ``limit`` states lie on the paths of the newest ``limit`` heads.
     """
     from datastates.lineage.lookup import ids_of
-    from datastates.lineage.search import walk
+    from datastates.lineage.query import walk
 
     heads = [head for _, head in sorted(zip(ids_of(session, heads), heads, strict=True), reverse=True)][:limit]
     found = {state.uid: state for head in heads for state in walk.log(session, head, limit=limit)}
@@ -287,10 +365,10 @@ def _merge(session: Session, heads: list[str], limit: int | None) -> list[State]
 
 
 def _facts(state: StateDetail, parents: list[State], children: list[State], kept: str | None) -> Table:
-    from datastates.lineage.show.by_rank import by_rank, spread_text
+    from datastates.lineage.views.text import age_text, by_rank, short, size_text, spread_text, step_text, time_text
 
-    from .incomplete import part_facts
-    from .render import age_text, facts_table, refs_text, short, size_text, state_text, status_text, step_text, time_text
+    from .lists import part_facts
+    from .tables import facts_table, refs_text, state_text, status_text
 
     was = "" if state.status.is_restorable else "was "
     named = str(refs_text(state.refs)).strip(" ()")
@@ -327,8 +405,7 @@ def _facts(state: StateDetail, parents: list[State], children: list[State], kept
 
 def _run_facts(run: Run, name: str) -> list[tuple[str, object]]:
     from datastates.lineage.states import GIT_REMOTE, GIT_ROOT
-
-    from .render import time_text
+    from datastates.lineage.views.text import time_text
 
     ended = "no end is recorded" if run.finished_at is None else f"until {time_text(run.finished_at)}"
     commit = None if run.git_commit is None else run.git_commit[:12] + (" with changes" if run.git_dirty else "")
@@ -342,3 +419,146 @@ def _run_facts(run: Run, name: str) -> list[tuple[str, object]]:
         ("checkout", " of ".join(str(run.config[key]) for key in (GIT_ROOT, GIT_REMOTE) if key in run.config) or None),
         ("versions", versions),
     ]
+
+
+# The log for people: states from new to old, with the lanes of their branches beside them.
+
+
+GONE = "o"
+"""The node of a state that cannot be restored. That of a state that can be is ``*``."""
+
+_COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red")
+
+
+def log_lines(states: Sequence[State], refs: Iterable[Ref], *, is_drawn: bool, is_short: bool) -> list[Text]:
+    """The lines of the log; one for each state with ``is_short``, else a few. ``states`` come newest first."""
+    names = by_state(refs)
+    texts = [[state_text(s, names.get(s.uid, ()))] if is_short else _paragraph(s, names.get(s.uid, ())) for s in states]
+    if not is_drawn:
+        return [line for paragraph in texts for line in paragraph]
+    lines: list[Text] = []
+    for state, drawn, paragraph in zip(states, draw(lanes(states)), texts, strict=True):
+        width = max(len(drawn.node), len(drawn.rest)) + 1
+        lines += map(_coloured, drawn.before)
+        node = drawn.node if state.status.is_restorable else drawn.node.replace("*", GONE)
+        lines.append(_coloured(node.ljust(width)).append(paragraph[0]))
+        # The lines after a node come at once: what follows a merge stands beside the lanes that it opened.
+        lines += map(_coloured, drawn.after)
+        lines += [_coloured(drawn.rest.ljust(width)).append(line) for line in paragraph[1:]]
+    return lines
+
+
+def write_lines(console: Console, lines: Iterable[Text]) -> None:
+    """Write each line: cut to the width of a terminal, whole for a program or a file."""
+    for line in lines:
+        if console.is_terminal:
+            console.print(line, no_wrap=True, overflow="ellipsis")
+        else:
+            console.print(line, soft_wrap=True)
+
+
+def _coloured(prefix: str) -> Text:
+    text = Text()
+    for column, box in enumerate(prefix):
+        text.append(box, "" if box in f" *{GONE}" else _COLOURS[column // 2 % len(_COLOURS)])
+    return text
+
+
+def _paragraph(state: State, refs: Sequence[Ref]) -> list[Text]:
+    head = Text.assemble(("state ", "yellow"), (state.uid, "yellow"), refs_text(refs))
+    facts = [
+        Text.assemble("  step ", (step_text(state), "bold"), f"  {time_text(state.created_at)}, {age_text(state.created_at)}  "),
+    ]
+    facts[0].append(stored_text(state))
+    if state.metrics:
+        facts.append(Text(f"  {metrics_text(state.metrics, state.world_size)}"))
+    if state.message:
+        facts += [Text(f"  {clean(line)}", "italic") for line in state.message.splitlines()]
+    return [head, *facts, Text()]
+
+
+# ``log --follow``: new states, one a line, as they are recorded; until Ctrl-C, or until nobody
+# reads any more.
+
+
+_LOOK_MS = 250
+_AGAIN = 256
+"""PostgreSQL may commit a lower row id after a higher one, so this many of the last ids are looked at again."""
+
+
+def follow_log(shell: Shell, rev: str | None, limit: int, *, all_refs: bool) -> None:
+    """Show the newest ``limit`` states (0: all), oldest first, then each new one: those of a branch, or of all branches.
+
+    :raises InvalidInput: ``rev`` is not a branch.
+    :raises BrokenPipeError: the reader of the output has gone.
+    """
+    with shell.database() as database:
+        with database.read() as session:
+            branch = _branch(session, rev, all_refs=all_refs)
+        for states in _arriving(database, branch, limit):
+            _write(shell, database, states, with_branch=branch is None)
+            sys.stdout.flush()
+            _wait()
+
+
+def _branch(session: Session, rev: str | None, *, all_refs: bool) -> str | None:
+    """The branch to follow; None: all."""
+    from datastates.lineage.query import names as refs
+    from datastates.lineage.states import RefKind
+
+    names = [ref.name for ref in refs.refs(session, RefKind.BRANCH)]
+    if rev is not None and rev not in names:
+        raise InvalidInput(
+            f"{rev!r} is no branch: --follow goes on with a branch, or with --all of them ({', '.join(names[:10]) or 'none yet'})"
+        )
+    return rev if rev is not None else "main" if "main" in names and not all_refs else None
+
+
+def _arriving(database: Database, branch: str | None, limit: int) -> Iterator[list[State]]:
+    """The newest states, then at each look the new ones; parents before children."""
+    from datastates.lineage.query import names as refs
+    from datastates.lineage.query import walk
+    from datastates.lineage.views.branch_rows import branches_of, newest_id, states_after
+
+    with database.read() as session:
+        last = newest_id(session)
+        seen = {state.uid for state in states_after(session, max(0, last - _AGAIN))}
+        if branch is None:
+            first = states_after(session, max(0, last - limit) if limit else 0)
+        else:
+            first = walk.log(session, refs.get(session, branch).state, limit=limit or None)[::-1]
+    yield first
+    while True:
+        with database.read() as session:
+            found = [state for state in states_after(session, max(0, last - _AGAIN)) if state.uid not in seen]
+            last = newest_id(session)
+            origins = branches_of(session, [state.uid for state in found]) if found else {}
+        seen.update(state.uid for state in found)
+        yield [state for state in found if branch is None or origins.get(state.uid) == branch]
+
+
+def _write(shell: Shell, database: Database, states: list[State], *, with_branch: bool) -> None:
+    if shell.as_json or not states:
+        shell.write_states(states)
+        return
+    from rich.text import Text
+
+    from datastates.lineage.query import names as refs
+    from datastates.lineage.views.branch_rows import branches_of
+
+    from .tables import by_state, state_text
+
+    with database.read() as session:
+        names = by_state(refs.refs(session))
+        origins = branches_of(session, [state.uid for state in states]) if with_branch else {}
+    for state in states:
+        line = state_text(state, names.get(state.uid, ()))
+        shell.write_cut([line if state.uid not in origins else Text(f"{origins[state.uid]}: ").append(line)])
+
+
+def _wait() -> None:
+    """Wait a moment; ends when the reader of a pipe has gone, which would otherwise be noticed only when the next state is written."""
+    poller = select.poll()
+    poller.register(sys.stdout.fileno(), 0)
+    if any(said & select.POLLERR for _, said in poller.poll(_LOOK_MS)):
+        raise BrokenPipeError(os.strerror(32))

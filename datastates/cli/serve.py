@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import gc
+import re
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated
@@ -16,16 +19,127 @@ import typer
 
 from datastates.config import Data
 from datastates.errors import InvalidInput
+from datastates.maintenance.location import locate
+from datastates.system import logs
+from datastates.system.files import append_secret, make_token, write_secret
 
+from .app import AsJson, Globals, Shell, function_of
 from .interrupt import INTERRUPTED, orderly
-from .shell import AsJson, Globals, Shell
-from .web import WebOptions, announce_web, opened, serve_web
 
 if TYPE_CHECKING:
-    from datastates.clone.serving import Server, ServerStats
+    from datastates.api.serve import WebServer
     from datastates.repository import Repository
+    from datastates.transport.serving import Server, ServerStats
 
-__all__ = ["register"]
+_NAMED = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*)=(.+)")
+
+
+@dataclass(frozen=True, slots=True)
+class WebOptions:
+    """The options of an ``http://`` address, as the command line gives them."""
+
+    tokens: Path | None
+    is_writable: bool
+    allowed_hosts: Sequence[str]
+    prefix: str
+    cors: Sequence[str]
+    trusted_proxies: Sequence[str]
+    has_access_log: bool
+    pictures: str | None = None
+
+
+@contextmanager
+def opened(shell: Shell, options: Globals, named: Sequence[str]) -> Iterator[dict[str, Repository]]:
+    """The repositories that were named (``NAME=URL`` or URL), or the command's own; by name.
+
+    :raises InvalidInput: two have the same name.
+    :raises NotFound: one does not exist.
+    """
+    places: list[tuple[str | None, str]] = []
+    for each in named or [shell.url]:
+        match = _NAMED.fullmatch(each)
+        places.append((match[1], match[2]) if match else (None, each))
+    located = [(name, locate(url, options.packs, must_exist=True)) for name, url in places]
+    from datastates.api.serve import name_of
+    from datastates.repository import open as open_repository
+
+    with ExitStack() as stack:
+        found: dict[str, Repository] = {}
+        for name, location in located:
+            url = location.database_url if location.root is None else location.root
+            repository = stack.enter_context(open_repository(url, packs=location.packs))
+            name = name or name_of(repository)
+            if name in found:
+                raise InvalidInput(f"two repositories would be called {name!r}: say how one is to be called: --repo NAME={location}")
+            found[name] = repository
+        yield found
+
+
+def serve_web(repositories: Mapping[str, Repository], url: str, options: WebOptions) -> tuple[WebServer, str | None]:
+    """The server, and the token that was made for it if it is writable and none was given."""
+    from datastates.api.routing import Scope
+    from datastates.api.security import read_tokens
+    from datastates.api.serve import WebServer
+    from datastates.system.files import make_token
+
+    show = None if options.pictures is None else function_of(options.pictures, "gives a picture for the index of a sample")
+    tokens = read_tokens(options.tokens)
+    made = make_token() if options.is_writable and not tokens else None
+    if options.is_writable and tokens and max(tokens.values()) < Scope.WRITE:
+        raise InvalidInput("--write, but no token may write: add a line 'write TOKEN' to the tokens, or leave out --write")
+    if options.has_access_log:
+        _log_access()
+    server = WebServer(
+        repositories,
+        url,
+        tokens={made: Scope.WRITE} if made else tokens,
+        allowed_hosts=options.allowed_hosts,
+        prefix=options.prefix,
+        cors=options.cors,
+        trusted_proxies=options.trusted_proxies,
+        has_access_log=options.has_access_log,
+    )
+    if show is not None:
+        server.show_samples(show)
+    return server, made
+
+
+def announce_web(
+    shell: Shell, repositories: Mapping[str, Repository], server: WebServer, token: str | None, dialled: Callable[[str], str]
+) -> None:
+    """Print the addresses; the address with the token is printed once, and only here."""
+    from datastates.api.app import STATIC
+
+    if shell.as_json:
+        said: dict[str, object] = {"url": server.url, "repositories": list(repositories)}
+        shell.write_json({**said, "token": token} if token else said)
+        return
+    names = ", ".join(f"{name} ({repository.location})" for name, repository in repositories.items())
+    shell.write(f"serving {names} at {server.url}")
+    address = dialled(server.url) + (f"{'' if server.url.endswith('/') else '/'}#token={token}" if token else "")
+    shell.write(f"open {address} in a browser; Ctrl-C ends it")
+    if not (STATIC / "index.html").is_file():
+        shell.hint("the page is not built: `make ui` in the source tree builds it; the API works without it")
+
+
+def _log_access() -> None:
+    import logging
+
+    class Masked(logging.Formatter):
+        def format(self, record: logging.LogRecord) -> str:
+            return logs.text(super().format(record))
+
+    handler = logging.StreamHandler()
+    handler.setFormatter(Masked("%(asctime)s %(message)s"))
+    logger = logging.getLogger("uvicorn.access")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+
+
+# ``serve``: repositories on disk, for people and programs to browse (see ``web``), and for other
+# processes to clone from.
+
 
 _LOOK_S = 1.0
 _TLS = "for TLS put a proxy before the page (docs/deployment.md, 'Behind a proxy')"
@@ -49,7 +163,7 @@ _OF_PAGE = {
 _Seen = Callable[["ServerStats"], None]
 
 
-def register(app: typer.Typer) -> None:
+def register_serve(app: typer.Typer) -> None:
     """Add the command."""
     app.command()(serve)
 
@@ -262,7 +376,7 @@ def _announce(shell: Shell, repository: Repository, server: Server, *, has_tls: 
 
 def _dialled(url: str) -> str:
     """The address that others dial: a server on all interfaces is reached by the host's name."""
-    from datastates.opening.environment import node_name
+    from datastates.maintenance.environment import node_name
 
     for everywhere in ("//0.0.0.0:", "//[::]:"):
         url = url.replace(everywhere, f"//{node_name()}:")
@@ -299,7 +413,7 @@ def _status(shell: Shell) -> Iterator[_Seen]:
     from rich.live import Live
     from rich.text import Text
 
-    from .render import size_text
+    from datastates.lineage.views.text import size_text
 
     with Live(console=shell.console, auto_refresh=False, transient=True) as live:
 
@@ -308,3 +422,41 @@ def _status(shell: Shell) -> Iterator[_Seen]:
             live.update(Text(f"{said} (Ctrl-C ends)", style="dim"), refresh=True)
 
         yield show
+
+
+# ``token``: makes a secret in a file that nobody else ever reads.
+
+
+class Scope(StrEnum):
+    """What a token of the web API allows."""
+
+    READ = "read"
+    WRITE = "write"
+    ADMIN = "admin"
+
+
+def register_token(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command()(token)
+
+
+def token(
+    context: typer.Context,
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="Where it is written, for its owner's eyes only.", show_default=False)],
+    scope: Annotated[
+        Scope | None,
+        typer.Option("--scope", help="For --web-tokens: adds a line 'SCOPE TOKEN'. Without: a file for --token-file.", show_default=False),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Make a token that cannot be guessed, and write it to a file. It is not shown."""
+    shell = Shell(context, None, as_json)
+    if scope is None:
+        write_secret(file, make_token())
+    else:
+        append_secret(file, f"{scope} {make_token()}")
+    option = "--token-file" if scope is None else "--web-tokens"
+    if shell.as_json:
+        shell.write_json({"file": str(file), "scope": scope})
+    else:
+        shell.write(f"{'a token' if scope is None else f'a token that may {scope}'} is in {file}: serve with {option} {file}")

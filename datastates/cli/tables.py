@@ -2,13 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import csv
+import io
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from rich.cells import cell_len
 from rich.text import Text
 
-__all__ = ["Column", "Table", "cut"]
+from datastates.lineage.states import Ref, RefEvent, RefKind, State, Status
+from datastates.lineage.views.text import (
+    age_text,
+    by_rank,
+    clean,
+    first_line,
+    metrics_text,
+    relevant_keys,
+    short,
+    size_text,
+    step_text,
+    time_text,
+)
+
+if TYPE_CHECKING:
+    import rich.table
+    from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+    from sqlalchemy.orm import Session
+
+    from datastates.lineage.query.grammar import Field
+    from datastates.lineage.states import Run
+    from datastates.values import Value
 
 _GAP = 2
 _LEAST = 8
@@ -44,7 +68,7 @@ class Column:
 
 
 @dataclass(slots=True)
-class Table:
+class TextTable:
     """Rows below a header; ``lines`` renders it."""
 
     columns: list[Column]
@@ -103,3 +127,281 @@ def _line(row: Sequence[Text], columns: Sequence[Column], widths: Sequence[int])
     for cell, column, wide in zip(cells, columns, widths, strict=True):
         cell.align("right" if column.is_number else "left", wide)
     return Text(" " * _GAP).join(cells)
+
+
+# How states, refs and their parts look to a person: pure functions that return texts and tables.
+
+
+_STATUS_STYLES = {
+    Status.CAPTURED: "cyan",
+    Status.DURABLE: "green",
+    Status.REPLICATED: "green",
+    Status.EXTERNAL: "green",
+    Status.EVICTED: "bright_black",
+    Status.LOST: "red",
+}
+_REF_STYLES = {RefKind.BRANCH: "bold green", RefKind.TAG: "bold yellow"}
+
+
+def status_text(status: Status) -> Text:
+    """The status in its colour."""
+    return Text(status.value, _STATUS_STYLES[status])
+
+
+def stored_text(state: State) -> Text:
+    """Where the state is stored, such as ``durable, 11.9 MiB``; if its bytes are gone, how much it was."""
+    size = size_text(state.bytes_total)
+    return Text.assemble(status_text(state.status), f", {size}" if state.status.is_restorable else f" (was {size})")
+
+
+def by_state(refs: Iterable[Ref]) -> dict[str, list[Ref]]:
+    """The refs of each state, by uid."""
+    found: dict[str, list[Ref]] = {}
+    for ref in refs:
+        found.setdefault(ref.state, []).append(ref)
+    return found
+
+
+def refs_text(refs: Sequence[Ref]) -> Text:
+    """The refs as text such as `` (main, tag: warm)`` in colours; empty if there are none."""
+    if not refs:
+        return Text()
+    names = [Text(clean(f"tag: {ref.name}" if ref.kind is RefKind.TAG else ref.name), _REF_STYLES[ref.kind]) for ref in refs]
+    return Text.assemble(" (", Text(", ").join(names), ")")
+
+
+def state_text(state: State, refs: Sequence[Ref] = ()) -> Text:
+    """A state on one line, as in the log."""
+    line = Text.assemble((short(state.uid), "yellow"), refs_text(refs), " step ", (step_text(state), "bold"))
+    if state.metrics:
+        line.append(f"  {metrics_text(state.metrics, state.world_size)}")
+    if not state.status.is_restorable:
+        line.append("  ").append(status_text(state.status))
+    if state.message:
+        line.append(f"  {first_line(state.message)}", "italic")
+    return line
+
+
+def table(*columns: str) -> rich.table.Table:
+    """An empty rich table, for long texts that fold."""
+    from rich.table import Table as RichTable
+
+    made = RichTable(box=None, pad_edge=False, header_style="bold", show_edge=False)
+    for column in columns:
+        made.add_column(Text(clean(column)), no_wrap=True, overflow="ellipsis")
+    return made
+
+
+def refs_table(refs: Sequence[Ref], states: Mapping[str, State]) -> TextTable:
+    """A table with one row for each branch or tag, and what it names."""
+    made = TextTable(
+        [
+            *(Column("name", is_flexible=True), Column("kind", rank=2), Column("state"), Column("step", is_number=True)),
+            *(Column("status", rank=1), Column("captured", rank=3), Column("message", is_flexible=True, rank=4)),
+        ]
+    )
+    for ref in refs:
+        state = states[ref.state]
+        made.add(
+            Text(ref.name, _REF_STYLES[ref.kind]),
+            ref.kind.value,
+            Text(short(ref.state), "yellow"),
+            step_text(state),
+            status_text(state.status),
+            age_text(state.created_at),
+            first_line(ref.message or ""),
+        )
+    return made
+
+
+def events_table(events: Sequence[RefEvent]) -> TextTable:
+    """A table with one row for each move of a ref, newest first, as ``NAME@{n}`` counts them."""
+    made = TextTable([Column("event"), Column("from"), Column("to"), Column("why", is_flexible=True), Column("when", rank=1)])
+    for index, event in enumerate(events):
+        made.add(
+            Text(f"{event.name}@{{{index}}}", _REF_STYLES[event.kind]),
+            Text(short(event.old), "yellow"),
+            Text(short(event.new), "yellow"),
+            event.reason,
+            time_text(event.created_at),
+        )
+    return made
+
+
+def facts_table(facts: Iterable[tuple[str, object]]) -> rich.table.Table:
+    """A table of names and values, one below the other; values that are None or empty are left out."""
+    from rich.table import Table as RichTable
+
+    made = RichTable.grid(padding=(0, 2))
+    made.add_column(style="bold", no_wrap=True)
+    made.add_column(overflow="fold")
+    for name, value in facts:
+        if value is not None and value != "":
+            made.add_row(name, value if isinstance(value, Text) else Text(clean(str(value))))
+    return made
+
+
+# States as a table or as CSV: the columns, and their contents.
+
+
+_METRICS = 6
+_NUMBERS = {"step", "micro_step", "metrics"}
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What is known of states besides themselves: their branches by uid, the refs, and the runs by uid."""
+
+    branches: Mapping[str, str]
+    refs: Sequence[Ref]
+    runs: Mapping[str, Run]
+
+    @classmethod
+    def of(cls, session: Session, states: Sequence[State], *, with_runs: bool) -> Known:
+        from datastates.lineage.query import names as refs
+        from datastates.lineage.views.branch_rows import branches_of
+
+        found: dict[str, Run] = {}
+        if with_runs:
+            from datastates.lineage.write import runs  # imports what changes a lineage
+
+            found = {run: runs.get(session, run) for run in {state.run for state in states} if run is not None}
+        return cls(branches_of(session, [state.uid for state in states]), refs.refs(session), found)
+
+
+def states_table(states: Sequence[State], known: Known, *, chosen: Sequence[Field] | None, asked: Sequence[Field]) -> TextTable:
+    """A table with one row for each state. The columns are the ``chosen`` ones; else those ``asked`` for, the metrics that matter, and the
+    rest.
+    """
+    names = by_state(known.refs)
+    fields = _usual(states, asked) if chosen is None else [("uid", ""), ("step", ""), *((one.name, one.key) for one in chosen)]
+    fields = list(dict.fromkeys(fields))
+    made = TextTable([_column(name, key, place, is_chosen=chosen is not None) for place, (name, key) in enumerate(fields)])
+    for state in states:
+        made.add(*(_cell(state, name, key, known, names.get(state.uid, ())) for name, key in fields))
+    return made
+
+
+def csv_lines(states: Sequence[State], known: Known, *, chosen: Sequence[Field] | None) -> Iterator[str]:
+    """A header, and a line for each state: the chosen columns, else all that exist; names as in a query, values as they are."""
+    fields = [("uid", ""), *((one.name, one.key) for one in chosen)] if chosen is not None else _every(states)
+    fields = list(dict.fromkeys(fields))
+    yield _csv([f"{name}.{key}" if key else name for name, key in fields])
+    for state in states:
+        yield _csv(["" if (value := _value(state, name, key, known)) is None else value for name, key in fields])
+
+
+def _usual(states: Sequence[State], asked: Sequence[Field]) -> list[tuple[str, str]]:
+    first = [one.key for one in asked if one.name == "metrics"]
+    metrics = [("metrics", key) for key in relevant_keys((_whole(state, first) for state in states), _METRICS, first)]
+    others = [(one.name, one.key) for one in asked if one.name not in ("metrics", "tag", "uid")]
+    order = [("uid", ""), ("step", ""), ("branch", ""), *metrics, *others, ("status", ""), ("created", ""), ("refs", ""), ("message", "")]
+    return list(dict.fromkeys(order))
+
+
+def _whole(state: State, asked: Sequence[str]) -> dict[str, float]:
+    """The state's metrics, without those of single ranks that nobody asked for."""
+    return by_rank(state.metrics, state.world_size)[0] | {key: state.metrics[key] for key in asked if key in state.metrics}
+
+
+def _every(states: Sequence[State]) -> list[tuple[str, str]]:
+    plain = ("uid", "step", "branch", "status", "created", "message", "parent", "run.uid", "bytes_total", "bytes_new")
+    metrics = relevant_keys((state.metrics for state in states), 1_000_000)
+    attributes = sorted({key for state in states for key in state.attributes})
+    return [*((name, "") for name in plain), *(("metrics", key) for key in metrics), *(("attr", key) for key in attributes)]
+
+
+_HEADERS = {"uid": "state", "created": "captured"}
+_RANKS = {"message": 900, "created": 800, "status": 500, "refs": 700, "branch": 100}
+_FLEXIBLE = {"message": 20, "branch": 0, "refs": 0, "attr": 0, "config": 0, "tag": 0}
+
+
+def _column(name: str, key: str, place: int, *, is_chosen: bool) -> Column:
+    """The column of a field. Fields that were asked for stay longest; a state and its step stay always."""
+    rank = 0 if name in ("uid", "step") or is_chosen else _RANKS.get(name, 200 + place)
+    return Column(key or _HEADERS.get(name, name), name in _NUMBERS, name in _FLEXIBLE, rank)
+
+
+def _cell(state: State, name: str, key: str, known: Known, refs: Sequence[Ref]) -> Text:
+    match name:
+        case "uid":
+            return Text(short(state.uid), "yellow")
+        case "step":
+            return Text(step_text(state))
+        case "status":
+            return status_text(state.status)
+        case "created":
+            return Text(age_text(state.created_at))
+        case "refs" | "tag":
+            return Text(str(refs_text(refs)).strip(" ()"))
+        case "message":
+            return Text(first_line(state.message or ""))
+        case "bytes_total" | "bytes_new":
+            return Text(size_text(int(getattr(state, name))))
+    value = _value(state, name, key, known)
+    return Text("" if value is None else f"{value:.6g}" if isinstance(value, float) else str(value))
+
+
+def _value(state: State, name: str, key: str, known: Known) -> Value:
+    """The value of a field as a query compares it."""
+    match name:
+        case "metrics":
+            return state.metrics.get(key)
+        case "attr":
+            return state.attributes.get(key)
+        case "config":
+            return state.config.get(key)
+        case "created":
+            return state.created_at.isoformat()
+        case "branch":
+            return known.branches.get(state.uid)
+        case "tag" | "refs":
+            return " ".join(ref.name for ref in known.refs if ref.state == state.uid)
+        case "parent":
+            return state.parents[0] if state.parents else None
+        case "run.uid":
+            return state.run
+        case "uid" | "step" | "micro_step" | "message" | "bytes_total" | "bytes_new":
+            found: Value = getattr(state, name)
+            return found
+        case "status":
+            return state.status.value
+    run = known.runs.get(state.run or "")
+    if run is None:
+        return None
+    said: Value = getattr(run, name.removeprefix("run."), None)
+    return said
+
+
+def _csv(values: Sequence[object]) -> str:
+    line = io.StringIO()
+    csv.writer(line, lineterminator="").writerow(values)
+    return line.getvalue()
+
+
+# What others wrote, on its way to a terminal: without anything that the terminal would obey, but
+# in its own colours.
+
+
+def clean_line(line: Text) -> Text:
+    """A line in its colours, without trailing blanks."""
+    made = line.copy()
+    made.plain = clean(line.plain)  # as long as before, so that the styles stay at their letters
+    made.rstrip()
+    return made
+
+
+def clean_lines(text: str) -> str:
+    """A text of several lines."""
+    return "\n".join(map(clean, text.split("\n")))
+
+
+class Cleaned:
+    """Anything that rich can print."""
+
+    def __init__(self, item: RenderableType) -> None:
+        self._item = item
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        for segment in console.render(self._item, options):
+            yield segment if segment.control else segment._replace(text=clean_lines(segment.text))

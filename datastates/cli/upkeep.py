@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -10,23 +11,22 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from datastates.errors import InvalidInput
-from datastates.lineage.show.texts import plural
+from datastates.lineage.views.text import plural
 
-from .complete import ref_names
-from .exits import EXIT_CODES
+from .app import EXIT_CODES, AsJson, Limit, Repo, Shell, branch_names, ref_names
 from .interrupt import orderly
-from .peers import TlsCa, TokenFile, trusting
-from .shell import AsJson, Repo, Shell
+from .move import TlsCa, TokenFile, counting, trusting
 
 if TYPE_CHECKING:
-    from datastates.clone.peer import Peer
-    from datastates.upkeep.checking import VerifyReport
-    from datastates.upkeep.gc import GcReport
+    from datastates.maintenance.gc import GcReport
+    from datastates.maintenance.retention_pass import Pruned, StateUse, Usage
+    from datastates.maintenance.verify import VerifyReport
+    from datastates.transport.peer import Peer
 
-__all__ = ["register"]
+    from .tables import TextTable
 
 
-def register(app: typer.Typer) -> None:
+def register_upkeep(app: typer.Typer) -> None:
     """Add the commands."""
     app.command()(verify)
     app.command()(gc)
@@ -44,7 +44,7 @@ def gc(
     as_json: AsJson = False,
 ) -> None:
     """Make room: delete what crashes and evictions left, rewrite packs most of whose bytes no state needs. Trainings may go on."""
-    from .payload import progress_of
+    from .move import progress_of
 
     shell = Shell(context, repo, as_json)
     with shell.repository() as repository, progress_of(shell) as progress:
@@ -86,7 +86,7 @@ def verify(
     if shell.as_json:
         shell.write_json({"state": state.uid, "digest": state.digest, "bytes": state.bytes_total, "ok": True})
         return None
-    from .render import size_text
+    from datastates.lineage.views.text import size_text
 
     shell.write(f"state {state.uid} (step {state.step}): {size_text(state.bytes_total)}, every byte as it was captured")
     return None
@@ -95,9 +95,9 @@ def verify(
 def _verify_all(shell: Shell, since: str | None, limit: float | None) -> None:
     """Read everything, and end with the exit code of damage if there is any. If Ctrl-C ends it, it says how to continue."""
     from datastates import values
-    from datastates.upkeep.checking import Limits, check_all
+    from datastates.maintenance.verify import Limits, check_all
 
-    from .payload import progress_of
+    from .move import progress_of
 
     marks: list[str] = []
     limits = Limits(since, None if limit is None else values.seconds(limit, "--for"))
@@ -124,7 +124,7 @@ def _say_checked(shell: Shell, found: VerifyReport) -> None:
         import msgspec
 
         return shell.write_json({**msgspec.to_builtins(found), "ok": not found.damage and not found.unread})
-    from .render import size_text
+    from datastates.lineage.views.text import size_text
 
     for each in found.damage:
         what = "manifest" if each.chunk is None else f"chunk {each.chunk} ({', '.join(each.tensors[:5]) or 'no tensor'})"
@@ -142,7 +142,7 @@ def _say_checked(shell: Shell, found: VerifyReport) -> None:
 
 
 def _say(shell: Shell, done: GcReport) -> None:
-    from .render import size_text
+    from datastates.lineage.views.text import size_text
 
     shell.write(f"{size_text(done.bytes_freed)} {'can be freed' if done.is_dry_run else 'freed'}")
     for count, what, size in (
@@ -169,7 +169,7 @@ def reindex(
     as_json: AsJson = False,
 ) -> None:
     """Rebuild the lineage from the folder of packs, where the database is lost, damaged, or older than the packs."""
-    from datastates.upkeep.reindex import reindex as rebuild
+    from datastates.maintenance.reindex import reindex as rebuild
 
     shell = Shell(context, repo, as_json)
     orderly()
@@ -194,7 +194,7 @@ def reindex(
 
 def _connected(urls: list[str], token_file: Path | None, tls_ca: Path | None) -> Iterator[Peer]:
     """Connect to each peer separately: what one of them cannot give, the next one may have."""
-    from datastates.clone.peer import connect
+    from datastates.transport.peer import connect
 
     for url in urls:
         yield connect(url, token_file=token_file, tls=trusting(tls_ca))
@@ -218,7 +218,7 @@ def repair(
     as_json: AsJson = False,
 ) -> None:
     """Check everything, and bring back what is damaged from other places; for the rest, name what can be restored instead."""
-    from .payload import progress_of
+    from .move import progress_of
 
     shell = Shell(context, repo, as_json)
     with ExitStack() as stack:
@@ -248,3 +248,124 @@ def repair(
             shell.write(f"not read: {text}")
     if done.hurt or done.unread:
         raise typer.Exit(EXIT_CODES["corrupt" if done.hurt else "unavailable"])
+
+
+# ``du`` and ``prune``: what each branch takes on disk, and what may be dropped.
+
+
+_LISTED = 20
+
+Keep = Annotated[
+    str | None,
+    typer.Option(
+        "--keep",
+        "-k",
+        metavar="POLICY",
+        help="What stays of each branch, such as 'latest:5 best:3:val_loss every:1000 at-most:50G' (default: as its training asked).",
+        show_default=False,
+    ),
+]
+
+
+def register_room(app: typer.Typer) -> None:
+    """Add the commands."""
+    for command in (du, prune):
+        app.command()(command)
+
+
+def du(
+    context: typer.Context,
+    branch: Annotated[
+        str | None,
+        typer.Argument(metavar="BRANCH", help="Its states, one by one; without it, all branches.", autocompletion=branch_names),
+    ] = None,
+    limit: Limit = _LISTED,
+    repo: Repo = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show what each branch, or each state of one, takes on disk: what dropping it would free, and what others need as well."""
+    from datastates.errors import NotFound
+    from datastates.maintenance.retention_pass import usage
+
+    shell = Shell(context, repo, as_json)
+    with shell.repository() as repository, counting(shell, "reading states") as count:
+        found = usage(repository.core, on_progress=count)
+    states = sorted((use for use in found.states if use.branch == branch), key=lambda use: -use.step)
+    if branch is not None and not states:
+        raise NotFound(f"branch {branch!r} has no state of its own on disk: `datastates du` lists the branches that have some")
+    if shell.as_json:
+        shell.write_lines(found.branches if branch is None else states)
+    elif branch is None:
+        _show_branches(shell, found, limit)
+    else:
+        _show_states(shell, states, limit)
+
+
+def prune(
+    context: typer.Context,
+    keep: Keep = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", "-n", help="Only say what would be dropped.")] = False,
+    repo: Repo = None,
+    as_json: AsJson = False,
+) -> None:
+    """Drop the bytes of states that a policy does not keep; they stay in the lineage. Trainings may go on.
+
+    Whatever the policy says, these stay: what names lead to, the newest durable state of each branch, and where branches forked.
+    """
+    shell = Shell(context, repo, as_json)
+    with shell.repository() as repository, counting(shell, "pruning") as count:
+        report = repository.prune(keep, dry_run=dry_run, on_progress=count)
+    show_pruned(shell, report)
+
+
+def _show_branches(shell: Shell, found: Usage, limit: int) -> None:
+    from datastates.lineage.views.text import size_text
+
+    made = _table("branch", "states")
+    for use in found.branches[: limit or None]:
+        made.add(use.branch or "(no branch)", f"{use.states:,}", size_text(use.own_bytes), size_text(use.shared_bytes))
+    shell.write(made)
+    if len(found.branches) > limit > 0:
+        shell.hint(f"these are {limit} of {len(found.branches)}: -n 0 shows all")
+    shell.write(f"{plural(len(found.states), 'state')}, {size_text(found.bytes)} on disk")
+
+
+def _show_states(shell: Shell, states: list[StateUse], limit: int) -> None:
+    from datastates.lineage.views.text import short, size_text
+
+    from .tables import Column
+
+    made = _table("state", "step")
+    made.columns.append(Column("stays because of", is_flexible=True, rank=1))
+    for use in states[: limit or None]:
+        made.add(short(use.uid), f"{use.step}", size_text(use.own_bytes), size_text(use.shared_bytes), use.stays or "")
+    shell.write(made)
+    if len(states) > limit > 0:
+        shell.hint(f"these are the newest {limit} of {len(states)}: -n 0 shows all")
+
+
+def _table(name: str, number: str) -> TextTable:
+    from .tables import Column, TextTable
+
+    numbers = (Column(each, is_number=True) for each in (number, "dropping it frees", "shared with others"))
+    return TextTable([Column(name, is_flexible=True), *numbers])
+
+
+def show_pruned(shell: Shell, report: Pruned) -> None:
+    """Write what was dropped, or would be."""
+    if shell.as_json:
+        import msgspec
+
+        return shell.write_json({**msgspec.to_builtins(report), "bytes_freed": report.bytes_freed})
+    from datastates.lineage.views.text import short, size_text
+
+    would = "would be dropped" if report.is_dry_run else "dropped"
+    for each in report.dropped[:_LISTED] if report.is_dry_run else ():
+        shell.write(f"{short(each.uid)}  {each.branch or '(no branch)'}  step {each.step}  {size_text(each.bytes)}  {each.reason}")
+    if report.is_dry_run and len(report.dropped) > _LISTED:
+        shell.write(f"and {len(report.dropped) - _LISTED} more")
+    for reason, count in Counter(report.kept).most_common(_LISTED):
+        shell.write(f"{count:>8,} stay: {reason}")
+    freed = f"{size_text(report.bytes_freed)} of {size_text(report.bytes_before)} freed"
+    shell.write(f"{plural(len(report.dropped), 'state')} {would}, {freed}; kept: {report.policy}")
+    return None

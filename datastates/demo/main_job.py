@@ -234,7 +234,7 @@ def script() -> int:
     try:
         return main()
     except DatastatesError as error:
-        from datastates.cli.exits import code_of, complain  # the terminal is loaded only when there is something to say
+        from datastates.cli.app import code_of, complain  # the terminal is loaded only when there is something to say
 
         complain(error, as_json=False)
         return code_of(error)

@@ -22,10 +22,10 @@ from typing import Any
 
 from datastates import values
 from datastates.errors import InvalidInput, Unsupported
-from datastates.objects.adapters import has_state
-from datastates.objects.prepared import mark_of, put_mark, sampler_of
 from datastates.repository import Repository
-from datastates.tracking.tracker import Tracker
+from datastates.state.adapters import has_state
+from datastates.state.loaders import mark_of, put_mark, sampler_of
+from datastates.training.tracker import Tracker
 
 try:
     import accelerate as installed

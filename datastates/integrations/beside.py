@@ -20,8 +20,9 @@ from typing import ClassVar
 
 from datastates import values
 from datastates.errors import InvalidInput
-from datastates.lineage.states import State, Value
-from datastates.tracking.tracker import Tracker
+from datastates.lineage.states import State
+from datastates.training.tracker import Tracker
+from datastates.values import Value
 
 __all__ = ["Beside", "Ours"]
 

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 from datastates import values
 from datastates.lineage.states import State
-from datastates.tracking.tracker import Tracker
+from datastates.training.tracker import Tracker
 
 from .beside import Beside, Ours
 

@@ -30,12 +30,12 @@ import msgspec
 
 import datastates
 from datastates import values
-from datastates.capture.handle import Capture
+from datastates.collective import SoloGroup
+from datastates.engine.handle import Capture
 from datastates.errors import InvalidInput, NotFound
 from datastates.lineage.states import RefKind
 from datastates.repository import Repository
-from datastates.tracking.tracker import Tracker
-from datastates.transport.clone.groups import SoloGroup
+from datastates.training.tracker import Tracker
 
 try:
     import ray.train

@@ -3,30 +3,186 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from datastates import values
-from datastates.errors import InvalidInput, Unsupported
-from datastates.export.wrapping import WRAPPED, unwrapped, wrapped
-from datastates.lineage.states import State, Value
-from datastates.objects.adapters import parts
-from datastates.opening.core import core_of
-from datastates.tracking.saving import About, save_tree
-from datastates.upkeep.loading import device_of
-from datastates.upkeep.loading import load as load_tree
-
-from .address import address_of
-from .kept import opened
+from datastates.errors import InvalidInput, NotFound, Unsupported
+from datastates.files.checkpoints import WRAPPED, unwrapped, wrapped
+from datastates.lineage.states import State
+from datastates.maintenance.core import core_of
+from datastates.maintenance.loading import device_of
+from datastates.maintenance.loading import load as load_tree
+from datastates.maintenance.location import DATABASE, locate
+from datastates.repository import Repository
+from datastates.repository import open as open_repository
+from datastates.state.adapters import parts
+from datastates.system.interrupts import Mutex
+from datastates.training.saving import About, save_tree
+from datastates.values import Value
 
 if TYPE_CHECKING:
     import torch
 
-    from datastates.repository import Repository
+SCHEME = "datastates://"
+_BRANCH = "main"
 
-__all__ = ["load", "save", "step_in"]
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """The folder of a repository, and a revision in it."""
+
+    folder: str
+    revision: str
+
+    def __str__(self) -> str:
+        return f"{SCHEME}{self.folder}/{self.revision}"
+
+
+def is_address(value: object) -> bool:
+    """Whether a value can only be meant as an address: a text or a path that begins with ``datastates://``."""
+    return isinstance(value, str | os.PathLike) and os.fsdecode(value).startswith(SCHEME)
+
+
+def address_of(value: object, what: str = "the address") -> Address:
+    """The address that a text or a path means, with or without ``datastates://``.
+
+    The folder ends where a repository lies; if there is none yet, it ends before the last slash. The folder of a repository by itself
+    means its branch ``main``.
+
+    :raises InvalidInput: the value is not an address.
+    """
+    text = values.path(value, what).removeprefix(SCHEME)
+    if "://" in text:
+        raise InvalidInput(
+            f"{what} is {text!r}: name a folder and a revision, such as 'runs/main'; open other repositories by datastates.open"
+        )
+    parts = text.split("/")
+    for end in range(1, len(parts)):
+        folder, revision = "/".join(parts[:end]), "/".join(parts[end:])
+        if revision and _is_repository(folder):
+            return Address(folder, revision)
+    if _is_repository(text):
+        return Address(text.rstrip("/"), _BRANCH)
+    folder, _, revision = text.rpartition("/")
+    if not folder or not revision:
+        raise InvalidInput(f"{what} is {text!r}: name the folder of a repository and a revision in it, such as 'runs/main'")
+    return Address(folder, revision)
+
+
+def _is_repository(folder: str) -> bool:
+    return bool(folder) and (Path(folder).expanduser() / DATABASE).is_file()
+
+
+# Repositories that are opened by their folder for one call, and stay open for the next calls of a
+# loop.
+
+
+IDLE_S = 10.0
+"""How long after its last use, in seconds, a repository is closed and gives its memory back."""
+
+_Key = tuple[str, int, int]
+
+
+@dataclass(eq=False)
+class _Kept:
+    """An open repository and its users."""
+
+    repository: Repository
+    users: int = 0
+    timer: threading.Timer | None = field(default=None, repr=False)
+
+
+_lock = Mutex()
+_kept: dict[_Key, _Kept] = {}
+_owner = os.getpid()
+
+
+@contextmanager
+def opened(folder: str, *, must_exist: bool = False) -> Iterator[Repository]:
+    """The repository of a folder, open for as long as the block lasts; made if it does not exist.
+
+    :raises NotFound: it does not exist, with ``must_exist``.
+    """
+    location = locate(folder, must_exist=must_exist)
+    root = location.root
+    assert root is not None, "an address names a folder"
+    with _lock:
+        kept = _take(root)
+    try:
+        yield kept.repository
+    finally:
+        with _lock:
+            kept.users -= 1
+            if not kept.users:
+                _close_later(kept)
+
+
+def let_go() -> None:
+    """Close every repository that is not in use."""
+    with _lock:
+        for key, kept in list(_kept.items()):
+            if not kept.users:
+                _close(key, kept)
+
+
+def _take(root: Path) -> _Kept:
+    global _owner
+    if _owner != os.getpid():  # the parent owns what it opened
+        _owner = os.getpid()
+        _kept.clear()
+    kept = None if (key := _key(root)) is None else _kept.get(key)
+    if kept is None:
+        repository = open_repository(root)
+        key = _key(root)
+        if key is None:
+            raise NotFound(f"{root} is gone: somebody removed it while it was opened")
+        kept = _kept[key] = _Kept(repository)
+    kept.users += 1
+    if kept.timer is not None:
+        kept.timer.cancel()
+        kept.timer = None
+    return kept
+
+
+def _key(root: Path) -> _Key | None:
+    """The identity of a repository, so that another one that took its place is not mistaken for it."""
+    try:
+        found = (root / DATABASE).stat()
+    except OSError:
+        return None
+    return str(root), found.st_dev, found.st_ino
+
+
+def _close_later(kept: _Kept) -> None:
+    kept.timer = threading.Timer(IDLE_S, _close_idle, [kept])
+    kept.timer.name = "idle-repository"
+    kept.timer.daemon = True
+    kept.timer.start()
+
+
+def _close_idle(kept: _Kept) -> None:
+    with _lock:
+        for key, each in list(_kept.items()):
+            if each is kept and not kept.users:
+                _close(key, kept)
+
+
+def _close(key: _Key, kept: _Kept) -> None:
+    del _kept[key]
+    if kept.timer is not None:
+        kept.timer.cancel()
+    kept.repository.close()
+
+
+# ``save`` and ``load``, shaped like ``torch.save`` and ``torch.load``: a file becomes a state of
+# a branch.
+
 
 _STEPS = ("step", "global_step")
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from datastates import values
 from datastates.errors import InvalidInput
 from datastates.lineage.states import State
-from datastates.tracking.tracker import Tracker
+from datastates.training.tracker import Tracker
 
 from .beside import Beside, Ours
 

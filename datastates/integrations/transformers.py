@@ -19,25 +19,53 @@ from typing import Any
 
 from torch.utils.data import IterableDataset
 
+import datastates
+from datastates import Capture, Repository, State, Tracker, values
+from datastates.errors import Conflict, InvalidInput, NotFound, Unavailable, Unsupported
+from datastates.state.generators import RngState
+from datastates.state.geometry import is_storable
+from datastates.system.logs import say
+from datastates.training.configuration import configuration
+from datastates.training.start import origin_of
+
+from .trainer_hooks import LOOP, Hooks, TrainerLoop, trainer_around
+
+_WATCHED = (
+    *("weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon"),
+    *("learning_rate", "lr_scheduler_type", "warmup_steps", "max_steps", "num_train_epochs"),
+    *("seed", "data_seed"),
+)
+
+
+def configuration_of(args: Any, more: object) -> dict[str, object]:
+    """The arguments of a training by their own names, and what the user adds."""
+    found = {name: _recordable(name, value) for name, value in args.to_dict().items() if value is not None}
+    return {**found, **configuration(more)}
+
+
+def changes(args: Any, before: Mapping[str, Any]) -> dict[str, tuple[object, object]]:
+    """The arguments that differ from those with which the state was captured: both values, by name."""
+    now = configuration(configuration_of(args, None))
+    return {name: (before[name], now[name]) for name in _WATCHED if name in before and name in now and before[name] != now[name]}
+
+
+def _recordable(name: str, value: object) -> object:
+    try:
+        configuration({name: value})
+    except InvalidInput:
+        return str(value)[:200]
+    return value
+
+
+# A Trainer of transformers or TRL with a lineage: one callback captures its steps, and begins
+# again where the branch stands.
+
+
 try:
     from accelerate.utils import DistributedType
     from transformers import Trainer, TrainerCallback, set_seed
 except ImportError as exc:
     raise ImportError("datastates.integrations.transformers needs transformers: pip install 'datastates[transformers]'") from exc
-
-import datastates
-from datastates import Capture, Repository, State, Tracker, values
-from datastates.content.layouts import is_storable
-from datastates.errors import Conflict, InvalidInput, NotFound, Unavailable, Unsupported
-from datastates.objects.rng import RngState
-from datastates.system.notices import say
-from datastates.tracking.outset import origin_of
-
-from .trainer_hooks import Hooks, trainer_around
-from .trainer_settings import changes, configuration_of
-from .trainer_state import LOOP, TrainerLoop
-
-__all__ = ["DatastatesCallback"]
 
 _logger = logging.getLogger(__name__)
 

@@ -5,14 +5,16 @@ The engine knows a line (one training on one branch) and asks its ``Policy``; a 
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from datastates import values
 from datastates.errors import InvalidInput
-
-__all__ = ["AnyOf", "CadenceChoice", "Costs", "Moment", "Policy", "span"]
+from datastates.lineage.states import OURS
+from datastates.lineage.views.text import Direction, direction_of
+from datastates.values import Value
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,3 +235,302 @@ def span(seconds: float) -> str:
         if seconds < most:
             return f"{seconds / scale:.3g} {unit}"
     return f"{seconds / 86400:.3g} d"
+
+
+# How the parts of a policy are spelled and read back: numbers, shares, time spans, names.
+
+
+_UNITS = {"d": 86400.0, "h": 3600.0, "min": 60.0, "m": 60.0, "s": 1.0, "": 1.0}
+_PARTING = re.compile("[%:|]|^\\s+|\\s+\\Z")
+_ESCAPED = re.compile("%([0-9a-f]{1,6});")
+_DURATION = re.compile(r"([0-9.]+(?:e[+-]?[0-9]+)?|inf)\s*(d|h|min|m|s|)")
+
+
+def plain(value: float) -> str:
+    """A number without needless digits, exact."""
+    if isinstance(value, int):
+        return str(value)
+    return str(int(value)) if value == value // 1 and abs(value) < 1e15 else repr(float(value))
+
+
+def percent(share: float) -> str:
+    """A share in percent if that is exact, else as it is."""
+    text = f"{share * 100:.12g}%"
+    return text if read_percent(text) == share else repr(share)
+
+
+def read_percent(text: str) -> float:
+    """The share for a text such as ``3.5%`` or ``0.035``.
+
+    :raises InvalidInput: it is not a number.
+    """
+    try:
+        return float(text[:-1]) / 100 if text.endswith("%") else float(text)
+    except ValueError:
+        raise InvalidInput(f"{text!r} is no share: say it as 3.5% or 0.035") from None
+
+
+def duration(seconds: float) -> str:
+    """A time span in the largest unit in which it is a whole number."""
+    for unit in ("d", "h", "m"):
+        if seconds > 0 and seconds % _UNITS[unit] == 0:
+            return f"{plain(seconds / _UNITS[unit])}{unit}"
+    return plain(seconds)
+
+
+def read_duration(text: str) -> float:
+    """The seconds for a text such as ``90``, ``90s``, ``2m``, ``6h`` or ``1.5d``.
+
+    :raises InvalidInput: it is not a time span.
+    """
+    found = _DURATION.fullmatch(text.strip())
+    try:
+        if found is not None:
+            return float(found[1]) * _UNITS[found[2]]
+    except ValueError:
+        pass
+    raise InvalidInput(f"{text!r} is no time span: say it as 90, 90s, 2m, 6h or 1.5d")
+
+
+def name(key: str) -> str:
+    """The name of a metric, with the characters that separate policies escaped."""
+    return _PARTING.sub(lambda found: "".join(f"%{ord(letter):x};" for letter in found[0]), key)
+
+
+def read_name(text: str) -> str:
+    """The name that ``name`` spelled."""
+    return _ESCAPED.sub(lambda found: chr(int(found[1], 16)), text)
+
+
+# Deciding when a recorded state is written to disk, by counts and times that the user gave.
+
+
+INTERVAL_S = 30.0
+"""The seconds between two writes of the newest state, unless the user says otherwise."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cadence(Policy):
+    """Decides which captures become durable by themselves; tagged states and branch heads at exit always do.
+
+    ``every`` counts the captures of this tracker: 5 picks captures 5, 10, 15 and so on. ``interval_s`` is the least time between two writes
+    of the newest state. ``steps`` picks the first capture at or after each multiple of so many steps of the optimizers. All may be None;
+    then only tags, the exit and ``capture.wait("durable")`` make states durable. Give it to ``Config`` or ``Repository.track`` as
+    ``cadence``, alone or joined by ``|`` with others.
+
+        repo.track(model=model, cadence=datastates.Cadence(every=10, interval_s=None))
+
+    :raises InvalidInput: one of the values is not of its kind.
+    """
+
+    every: int | None = None
+    interval_s: float | None = INTERVAL_S
+    steps: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.every is not None:
+            object.__setattr__(self, "every", values.integer(self.every, "durable_every, which counts captures,", least=1))
+        if self.interval_s is not None:
+            object.__setattr__(self, "interval_s", values.seconds(self.interval_s, "durable_interval_s"))
+        if self.steps is not None:
+            object.__setattr__(self, "steps", values.integer(self.steps, "steps", least=1))
+
+    def is_due(self, moment: Moment, /) -> bool:
+        """See ``Policy``."""
+        if moment.index is not None:
+            if self.every is not None and (moment.index + 1) % self.every == 0:
+                return True
+            if self.steps is not None and moment.step // self.steps != (moment.last_step or 0) // self.steps:
+                return True
+        if self.interval_s is None or not moment.is_newest:
+            return False
+        return moment.last_write is None or moment.now - moment.last_write >= self.interval_s
+
+    def next_due(self, moment: Moment, /) -> float | None:
+        """See ``Policy``."""
+        if self.interval_s is None or moment.last_write is None:
+            return None
+        return moment.last_write + self.interval_s
+
+    def counted(self) -> Policy | None:
+        """See ``Policy``."""
+        return Cadence(self.every, None) if type(self) is Cadence and self.every is not None else None  # a subclass may depend on anything
+
+    def told(self) -> CadenceChoice:
+        """See ``Policy``."""
+        parts = (
+            None if self.every is None else "each capture" if self.every == 1 else f"every {self.every} captures",
+            None if self.steps is None else f"a state every {self.steps} steps",
+            None if self.interval_s is None else f"the newest state every {plain(self.interval_s)} s",
+        )
+        why = f"{' and '.join(filter(None, parts)) or 'nothing by itself'}, as it was told"
+        return CadenceChoice(str(self), why, every=self.every, interval_s=self.interval_s)
+
+    def __or__(self, other: object) -> Policy:
+        """A policy that writes what either would write. Two cadences that do not set the same field differently become one with the fields
+        of both.
+        """
+        if type(self) is type(other) is Cadence:  # a subclass may decide otherwise
+            pairs = [(self.every, other.every), (self.interval_s, other.interval_s), (self.steps, other.steps)]
+            if all(None in pair or pair[0] == pair[1] for pair in pairs):
+                every, interval_s, steps = (mine if mine is not None else theirs for mine, theirs in pairs)
+                return Cadence(every, interval_s, steps)  # type: ignore[arg-type]  # they keep their order
+        return Policy.__or__(self, other)
+
+    def __str__(self) -> str:
+        parts = {"every": self.every, "steps": self.steps, "seconds": self.interval_s}
+        return "|".join(f"{name}:{plain(value)}" for name, value in parts.items() if value is not None) or "never"
+
+
+# Writing a state because one of its metrics is better than ever before.
+
+
+@dataclass(frozen=True, slots=True)
+class OnImprovement(Policy):
+    """Writes each state whose ``metric`` is better than that of every earlier capture of its training; NaN is never better.
+
+    ``is_rising`` says whether larger values are better; None: the metric's name decides, as everywhere (accuracies rise, losses fall).
+    Earlier captures of a resumed training do not count: its first value after the resume counts as an improvement.
+
+        repo.track(model=model, cadence=datastates.Cadence(every=100) | datastates.OnImprovement("val_loss"))
+
+    :raises InvalidInput: ``metric`` cannot be a metric's name, or ``is_rising`` is neither True, False nor None.
+    """
+
+    metric: str
+    is_rising: bool | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "metric", values.key(self.metric, "the metric of OnImprovement"))
+        if self.is_rising is not None:
+            object.__setattr__(self, "is_rising", values.flag(self.is_rising, "is_rising"))
+
+    @property
+    def rises(self) -> bool:
+        """Whether larger values are better."""
+        return direction_of(self.metric) is Direction.MAX if self.is_rising is None else self.is_rising
+
+    def is_due(self, moment: Moment, /) -> bool:
+        """See ``Policy``."""
+        value = moment.metrics.get(self.metric)
+        if moment.index is None or value is None or value != value:  # NaN
+            return False
+        before = moment.extremes.get(self.metric)
+        return before is None or (value > before[1] if self.rises else value < before[0])
+
+    def next_due(self, moment: Moment, /) -> float | None:
+        """See ``Policy``."""
+        return None
+
+    def counted(self) -> Policy | None:
+        """See ``Policy``."""
+        return self if type(self) is OnImprovement else None  # a subclass may depend on anything
+
+    def told(self) -> CadenceChoice:
+        """See ``Policy``."""
+        return CadenceChoice(str(self), f"each state with a {'larger' if self.rises else 'smaller'} {self.metric} than all before")
+
+    def __str__(self) -> str:
+        direction = "" if self.is_rising is None else ":max" if self.is_rising else ":min"
+        return f"best:{name(self.metric)}{direction}"
+
+
+# How much memory states get, at once and in the end: pure functions of their sizes.
+
+
+SMALL_BYTES = 128 << 20
+"""As many small states are kept as fit into this. A small training then takes less than 200 MiB more, including imports."""
+
+AT_ONCE_BYTES = 256 << 20
+"""If the user chose the capacity, small states may take this much memory at once."""
+
+FEWEST = 3
+"""The least number of states that get memory at once, however large: one is being written, one is the head, one is being captured."""
+
+FEW = 4
+"""The least number of states that have memory in the end, however large: one more, to go back to."""
+
+
+UNCOUNTED_BYTES = 4 << 20
+"""What states may take besides their slots before it counts toward the memory that they may take."""
+
+_RESERVE_BYTES = 64 << 20
+"""The memory that is left to the training and to other processes in any case."""
+
+
+def bytes_at_once(sizes: Iterable[int], capacity: int, *, is_given: bool) -> int:
+    """The memory that captures take as they need it, given in ``sizes`` the bytes of one state of each training; at most ``capacity``.
+
+    ``is_given``: the user chose the capacity.
+    """
+    small_bytes = AT_ONCE_BYTES if is_given else SMALL_BYTES
+    return min(capacity, max(small_bytes, FEWEST * sum(sizes)))
+
+
+def bytes_allowed(size: int, *, warm: int, at_once: int, kept: int) -> int:
+    """The bytes that may be warm after a capture of ``size`` bytes, before states leave memory to make room for it.
+
+    Warming up to a quarter of the state's bytes more costs no more than its copy does. So versions that share most of their chunks, and
+    need few new ones each, all stay, whereas one that shares no chunks reuses the memory of an older one.
+    """
+    return min(kept, max(at_once, warm + size // 4))
+
+
+def is_tight(available_bytes: int, held_bytes: int) -> bool:
+    """Whether states should take no more memory: less is left than an eighth of all that they could have.
+
+    :param available_bytes: what the process may still take, within its control groups.
+    :param held_bytes: what states hold already.
+    """
+    return available_bytes < max(_RESERVE_BYTES, (available_bytes + held_bytes) // 8)
+
+
+def bytes_kept(sizes: Iterable[int], capacity: int, *, is_given: bool, latest: int | None = None) -> int:
+    """The bytes that hold states in the end. ``latest``: how many of its newest states each training should keep."""
+    count = FEW if latest is None else max(FEWEST, latest + 2)  # the newest is the head; one is being written, one captured
+    return capacity if is_given else min(capacity, max(SMALL_BYTES, count * sum(sizes)))
+
+
+# What a run's record says of its cadence: costs and choice as plain values. Only this module
+# writes and reads them.
+
+
+_CADENCE = f"{OURS}cadence"
+
+_COSTS = ("interval_s", "write_s", "overhead_s", "held_s", "captures", "writes")
+_OPTIONAL = ("further_s", "cpu_s", "size")
+_CHOICE = ("why", "every", "interval_s", "further_every")
+
+
+def noted(costs: Costs, choice: CadenceChoice | None) -> dict[str, Value]:
+    """Costs and choice, as a run's configuration keeps them."""
+    found: dict[str, Value] = {f"{_CADENCE}.costs.{name}": getattr(costs, name) for name in (*_COSTS, *_OPTIONAL)}
+    if choice is not None:
+        found[_CADENCE] = choice.cadence
+        found |= {f"{_CADENCE}.{name}": getattr(choice, name) for name in _CHOICE}
+    return found
+
+
+def read_costs(config: Mapping[str, Value]) -> Costs | None:
+    """The costs in a run's record; None if it has none, or not all."""
+    found = {name: config.get(f"{_CADENCE}.costs.{name}") for name in _COSTS}
+    if not all(isinstance(value, int | float) for value in found.values()):
+        return None
+    more = {name: value for name in _OPTIONAL if isinstance(value := config.get(f"{_CADENCE}.costs.{name}"), float)}
+    return Costs(**found, **more)  # type: ignore[arg-type]  # they are numbers
+
+
+def read_choice(config: Mapping[str, Value]) -> CadenceChoice | None:
+    """The choice in a run's record; None if it has none."""
+    cadence, why = config.get(_CADENCE), config.get(f"{_CADENCE}.why")
+    if not isinstance(cadence, str) or not isinstance(why, str):
+        return None
+    every, interval_s, further_every = (config.get(f"{_CADENCE}.{name}") for name in _CHOICE[1:])
+    return CadenceChoice(
+        cadence,
+        why,
+        every=every if isinstance(every, int) else None,
+        interval_s=interval_s if isinstance(interval_s, float) else None,
+        further_every=further_every if isinstance(further_every, int) else 1,
+        costs=read_costs(config),
+    )

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Protocol, Self
 
 from sqlalchemy import exc
 
-from datastates.content.manifest import Manifest
 from datastates.errors import Unavailable, Unsupported
 from datastates.lineage.database import Database
-from datastates.store.tier import Payload, Placed, Reader, SupportsRemoval, Tier
-from datastates.system.deeds import hindered
+from datastates.state.manifest import Manifest
+from datastates.storage.tier import Payload, Placed, Reader, SupportsRemoval, Tier
+from datastates.system.threads import hindered
 
 if TYPE_CHECKING:
     from sqlalchemy.pool import PoolProxiedConnection

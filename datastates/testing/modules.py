@@ -10,16 +10,17 @@ import pytest
 import torch
 
 from datastates.config import Config
-from datastates.content.digest import chunk_digest, state_digest
-from datastates.content.tree import encode_skeleton, encode_values, flatten
+from datastates.engine.processors import Module, Own
 from datastates.errors import ModuleFailed
 from datastates.lineage.states import State, Status
-from datastates.modules.contract import Module
-from datastates.modules.own import Own
-from datastates.store.arena import Arena
-from datastates.store.roles import CaptureTier
-from datastates.store.tier import Payload
-from datastates.store.tiers import captures_in
+from datastates.state.digest import chunk_digest, state_digest
+from datastates.state.encoding import encode_values
+from datastates.state.skeleton import encode_skeleton
+from datastates.state.tree import flatten
+from datastates.storage.arena import Arena
+from datastates.storage.roles import CaptureTier
+from datastates.storage.tier import Payload
+from datastates.storage.tiers import captures_in
 
 from .states import payload
 

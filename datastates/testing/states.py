@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import msgspec
 import torch
 
-from datastates.content.digest import chunk_digest, state_digest
-from datastates.content.geometry import dense_view, spec_of
-from datastates.content.manifest import CHUNK_BYTES, VERSION, Chunk, Content, Manifest, Origin, Shard, TensorSpec
-from datastates.store.tier import Payload, Reader
+from datastates.state.digest import chunk_digest, state_digest
+from datastates.state.geometry import dense_view, spec_of
+from datastates.state.manifest import CHUNK_BYTES, VERSION, Chunk, Content, Manifest, Origin, Shard, TensorSpec
+from datastates.storage.tier import Payload, Reader
 
 __all__ = ["Group", "aligned", "chunks_of", "lengths", "numbers", "part", "payload", "small", "stream"]
 

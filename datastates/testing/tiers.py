@@ -8,9 +8,9 @@ from abc import ABC, abstractmethod
 import pytest
 import torch
 
-from datastates.content.manifest import CHUNK_BYTES
 from datastates.errors import Closed, Corrupt, InvalidInput, NotFound
-from datastates.store.tier import Payload, SupportsRemoval, Tier
+from datastates.state.manifest import CHUNK_BYTES
+from datastates.storage.tier import Payload, SupportsRemoval, Tier
 
 from .states import chunks_of, lengths, numbers, part, payload, small, stream
 

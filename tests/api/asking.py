@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 
 import datastates
 from datastates.api.app import create_app
-from datastates.lineage.search import pages as search
+from datastates.lineage.query import pages
 from tests.api.conftest import BASE, NAME, build
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ _NUMBERS: list[object] = [
 def seal(text: str, place: object) -> str:
     """A cursor as anybody can make one who reads the source."""
     body = msgspec.msgpack.encode(place)
-    return base64.urlsafe_b64encode(search._digest(body, text) + body).decode().rstrip("=")
+    return base64.urlsafe_b64encode(pages._digest(body, text) + body).decode().rstrip("=")
 
 
 @dataclass(frozen=True, slots=True)

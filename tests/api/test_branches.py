@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from datastates import Repository
-from datastates.api import kept
+from datastates.api import cache
 from tests.api.conftest import BASE, train
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def test_among_many_states_branches_are_sorted_by_what_was_counted_last(
     client: TestClient, repo: Repository, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is said of each is counted for each request all the same; and a branch that is new since is counted too."""
-    monkeypatch.setattr(kept, "_AT_ONCE_S", 0.0)
+    monkeypatch.setattr(cache, "_AT_ONCE_S", 0.0)
     assert [item["name"] for item in asked(client, sort="durable")["items"]] == ["main", "fork", "lone", "soup"]
     train(repo, "lone", 9)
     train(repo, "new", 12)

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from datastates import Repository
-from datastates.api.reads import PayloadReads
-from datastates.api.routes import comparison as routes
-from datastates.upkeep.eviction import evict
+from datastates.api.payload import PayloadReads
+from datastates.api.routes import reading as routes
+from datastates.maintenance.retention_pass import evict
 from tests.api.conftest import BASE
 from tests.api.endless import Endless
 

@@ -14,10 +14,10 @@ import httpx
 import pytest
 
 from datastates import Repository
-from datastates.api import WebServer, connections, serve_in_thread
+from datastates.api import WebServer, security, serve_in_thread
 from datastates.api.routing import Scope
 from datastates.system.admission import Limits
-from datastates.transport.wire import visitors
+from datastates.transport import connections as visitors
 from tests.api.conftest import READ, TOKENS
 
 HALF = b"GET /api/v1/repositories HTTP/1.1\r\nHost: 127.0.0.1\r\nX-Slow: "
@@ -111,7 +111,7 @@ def test_what_is_no_request_is_refused_at_once(repo: Repository) -> None:
 
 
 def test_half_a_request_that_ends_is_let_go(repo: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "REQUEST_S", 10 * PATIENCE_S)
+    monkeypatch.setattr(security, "REQUEST_S", 10 * PATIENCE_S)
     with serve_in_thread(repo, tokens=TOKENS) as server, connected(server, 2, HALF) as ends:
         for connection in ends:
             connection.shutdown(socket.SHUT_WR)
@@ -153,7 +153,7 @@ def test_who_is_answered_is_not_sent_away(repo: Repository) -> None:
 
 
 def test_request_that_does_not_come_is_not_waited_for(repo: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "REQUEST_S", 0.2)
+    monkeypatch.setattr(security, "REQUEST_S", 0.2)
     post = b"POST /api/v1/repositories/runs/merges HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 10000\r\n\r\n{"
     with serve_in_thread(repo, tokens=TOKENS) as server:
         for said in (b"", HALF, post, WHOLE + HALF, WHOLE + post, WHOLE[:-2]):
@@ -163,7 +163,7 @@ def test_request_that_does_not_come_is_not_waited_for(repo: Repository, monkeypa
 
 
 def test_header_that_comes_byte_by_byte_is_not_for_ever(repo: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "REQUEST_S", 0.5)
+    monkeypatch.setattr(security, "REQUEST_S", 0.5)
     with serve_in_thread(repo, tokens=TOKENS) as server, connected(server, 1, HALF) as (connection,):
         began = time.monotonic()
         while time.monotonic() < began + PATIENCE_S:
@@ -177,7 +177,7 @@ def test_header_that_comes_byte_by_byte_is_not_for_ever(repo: Repository, monkey
 
 
 def test_answer_that_is_not_taken_is_given_up(repo: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "ANSWER_S", 0.2)
+    monkeypatch.setattr(security, "ANSWER_S", 0.2)
     with serve_in_thread(repo, tokens=TOKENS) as server, socket.socket() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         connection.connect(("127.0.0.1", port_of(server)))
@@ -197,7 +197,7 @@ def test_address_has_no_more_than_its_share(repo: Repository) -> None:
 
 
 def test_many_requests_of_one_connection_are_answered(repo: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "REQUEST_S", 2.0)
+    monkeypatch.setattr(security, "REQUEST_S", 2.0)
     with (
         serve_in_thread(repo, tokens=TOKENS) as server,
         httpx.Client(timeout=PATIENCE_S, headers={"Authorization": f"Bearer {READ}"}) as client,

@@ -9,11 +9,11 @@ import pytest
 from typer.testing import CliRunner
 
 from datastates import Repository
-from datastates.api.reads import PayloadReads
-from datastates.api.routes import diff as routes
+from datastates.api.payload import PayloadReads
+from datastates.api.routes import reading as routes
 from datastates.cli.app import app as terminal
-from datastates.store.mapped import MappedReader
-from datastates.upkeep.eviction import evict
+from datastates.maintenance.retention_pass import evict
+from datastates.storage.pack_reader import MappedReader
 from tests.api.conftest import BASE
 from tests.api.endless import Endless
 

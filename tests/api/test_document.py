@@ -10,8 +10,8 @@ from typing import Any
 
 from openapi_spec_validator import validate
 
-from datastates.api.app import API, create_app
-from datastates.api.problems import MEDIA_TYPE
+from datastates.api.app import create_app
+from datastates.api.routing import API, MEDIA_TYPE
 from tests.api.test_security import ROUTES, walk
 
 DOCUMENT: dict[str, Any] = create_app({}).openapi()

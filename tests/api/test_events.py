@@ -19,10 +19,10 @@ import datastates
 from datastates import Repository
 from datastates.api import live as module
 from datastates.api.live import LiveEvents
-from datastates.api.problems import Refusal
+from datastates.api.routing import Refusal
 from datastates.errors import Unavailable
 from datastates.lineage import Database
-from datastates.lineage.show.events import read
+from datastates.lineage.views.detail import read
 from tests.api.conftest import BASE, NAME, READ
 from tests.api.live import GRACE_S, live
 
@@ -182,7 +182,7 @@ def test_one_too_many_is_told_when_to_come_again(repo: Repository, monkeypatch: 
     with live({NAME: repo}) as url:
         with listening(url) as stream:
             stream.next()
-            monkeypatch.setattr(LiveEvents, "_enter", lambda *_: (_ for _ in ()).throw(module._refusal("full")))
+            monkeypatch.setattr(LiveEvents, "_enter", lambda *_: (_ for _ in ()).throw(module._refusal_live("full")))
             answer = httpx.get(f"{url}{BASE}/events", headers=AUTHORIZED)
         assert (answer.status_code, answer.json()["kind"], answer.headers["retry-after"]) == (503, "unavailable", "5")
 
@@ -209,9 +209,9 @@ def test_streams_end_with_the_server(repo: Repository) -> None:
 
 
 def test_a_quiet_stream_says_that_it_lives(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from datastates.api.routes import events
+    from datastates.api.routes import service
 
-    monkeypatch.setattr(events, "HEARTBEAT_S", 0.05)
+    monkeypatch.setattr(service, "HEARTBEAT_S", 0.05)
     with listening(url) as stream:
         stream.next()
         assert [next(stream.lines) for _ in range(4)] == [":", "", ":", ""]
@@ -237,7 +237,7 @@ def test_an_event_that_postgresql_commits_late_is_delivered_in_order(postgresql_
 
 
 def _tag_late(database: Database, uid: str, has_written: threading.Event, end: threading.Event) -> None:
-    from datastates.lineage.change import refs
+    from datastates.lineage.write import refs
 
     with database.write() as session:
         refs.tag(session, "older", uid)

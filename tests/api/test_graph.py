@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from datastates import Repository
-from datastates.lineage.show.lanes import lanes
+from datastates.lineage.views.graph import lanes
 from tests.api.conftest import BASE, train
 
 if TYPE_CHECKING:

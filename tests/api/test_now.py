@@ -17,8 +17,8 @@ from typer.testing import CliRunner
 import datastates
 from datastates import Config, Repository, Status
 from datastates.cli.app import app
-from datastates.lineage.change import clones
-from datastates.opening.lease import LEASES, Lease, beat_at
+from datastates.lineage.write import clones
+from datastates.maintenance.lease import LEASES, Lease, beat_at
 from datastates.testing import FaultyDisk
 from tests.api.conftest import BASE, NAME, Serve
 from tests.support.parts import run_job

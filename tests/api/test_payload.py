@@ -18,12 +18,11 @@ from hypothesis import strategies as st
 
 import datastates
 from datastates import Repository
-from datastates.api import payload as module
-from datastates.api.payload import StateFile
-from datastates.api.ranges import range_of
-from datastates.content.manifest import CHUNK_BYTES
-from datastates.export.tensors import export, plan_export
-from datastates.lineage.change import record
+from datastates.api import payload
+from datastates.api.payload import StateFile, range_of
+from datastates.files.checkpoints import export, plan_export
+from datastates.lineage.write import replicas
+from datastates.state.manifest import CHUNK_BYTES
 from tests.api.conftest import BASE, NAME, READ
 from tests.api.live import live
 from tests.support.effort import examples
@@ -233,7 +232,7 @@ def test_downloads_are_bounded_and_those_that_are_left_end(odd_repo: Repository,
 
 
 def test_memory_for_a_download_is_two_chunks_and_one_tensor_of_another_order(odd_repo: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "PIECE_BYTES", 64 << 10)
+    monkeypatch.setattr(payload, "PIECE_BYTES", 64 << 10)
     state = odd_repo.state("main")
     tracemalloc.start()
     try:
@@ -244,7 +243,7 @@ def test_memory_for_a_download_is_two_chunks_and_one_tensor_of_another_order(odd
     finally:
         tracemalloc.stop()
     assert total > 20 * MIB
-    assert peak < 2 * MIB + 2 * CHUNK_BYTES + max(part.bytes for part in file._parts if not module._is_plain(part))
+    assert peak < 2 * MIB + 2 * CHUNK_BYTES + max(part.bytes for part in file._parts if not payload._is_plain(part))
 
 
 def test_a_state_whose_bytes_are_gone_is_refused(tmp_path: Path, client: httpx.Client) -> None:
@@ -254,7 +253,7 @@ def test_a_state_whose_bytes_are_gone_is_refused(tmp_path: Path, client: httpx.C
     with datastates.open(folder, memory_bytes=32 * MIB) as repo:
         repo.core.tiers.durable.remove(uid)
         with repo.core.database.write() as session:
-            record.evict(session, [uid], tier="local", node=repo.core.home.check_writable())
+            replicas.evict(session, [uid], tier="local", node=repo.core.home.check_writable())
         with live({NAME: repo}) as url:
             answer = client.get(f"{url}{BASE}/states/{uid}/payload")
             assert (answer.status_code, answer.json()["kind"]) == (410, "unavailable")  # though no ancestor has any

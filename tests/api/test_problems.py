@@ -8,9 +8,9 @@ import pytest
 from fastapi import APIRouter
 
 from datastates import Repository
-from datastates.api.problems import MEDIA_TYPE, STATUSES, Refusal, problem_of
+from datastates.api.routing import MEDIA_TYPE, STATUSES, Refusal, problem_of
 from datastates.errors import Corrupt, DatastatesError, SyntaxProblem, Torn, Unavailable
-from datastates.upkeep.eviction import evict
+from datastates.maintenance.retention_pass import evict
 from tests.api.conftest import ADMIN, BASE, NAME, TOKENS, WRITE, Serve
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from datastates import Repository
-from datastates.lineage.change import refs
-from datastates.upkeep.eviction import evict
+from datastates.lineage.write import refs
+from datastates.maintenance.retention_pass import evict
 from tests.api.conftest import BASE, NAME, READ, TOKENS, WRITE, Serve
 
 if TYPE_CHECKING:

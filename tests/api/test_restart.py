@@ -19,7 +19,7 @@ import msgspec
 import pytest
 
 from datastates.lineage import Database, RefEvent
-from datastates.lineage.show.events import read
+from datastates.lineage.views.detail import read
 from tests.api import trainer
 from tests.support import warm
 

@@ -18,8 +18,9 @@ from schemathesis.config import SchemathesisConfig
 
 import datastates
 from datastates import Repository
-from datastates.api.app import API, create_app
-from datastates.api.etags import etag_of_ref
+from datastates.api.app import create_app
+from datastates.api.cache import etag_of_ref
+from datastates.api.routing import API
 from tests.api.conftest import ADMIN, NAME, TOKENS
 from tests.support.effort import examples
 

@@ -11,16 +11,15 @@ import datastates
 from datastates import Repository
 from datastates.api import curves
 from datastates.api.curves import Curves
-from datastates.lineage.change import annotate
-from datastates.lineage.search import revision
-from datastates.lineage.search.axis import Axis
-from datastates.lineage.search.series import curve
+from datastates.lineage.query import revision
+from datastates.lineage.query.curves import Axis, curve
+from datastates.lineage.write import refs
 from tests.api.conftest import BASE, NAME, Serve, train
 
 if TYPE_CHECKING:
     from fastapi.testclient import TestClient
 
-    from datastates.lineage.states import Value
+    from datastates.values import Value
 
 
 def series(client: TestClient, *heads: str, key: list[str] | str = "loss", points: int = 1000, **asked: str) -> dict[str, Any]:
@@ -32,7 +31,7 @@ def series(client: TestClient, *heads: str, key: list[str] | str = "loss", point
 
 def note(repo: Repository, rev: str, **attributes: Value) -> None:
     with repo.core.database.write() as session:
-        annotate.annotate(session, repo.state(rev).uid, attributes)
+        refs.annotate(session, repo.state(rev).uid, attributes)
 
 
 def test_a_line_for_each_head_and_metric(client: TestClient, repo: Repository) -> None:

@@ -14,9 +14,10 @@ import pytest
 import datastates
 from datastates import Repository
 from datastates.api import Scope, WebServer, serve_in_thread
+from datastates.api.security import read_tokens
 from datastates.api.serve import name_of
-from datastates.api.tokens import make_token, read_tokens
 from datastates.errors import InvalidInput, Unavailable, Unsupported
+from datastates.system.files import make_token
 from tests.api.conftest import READ, TOKENS
 from tests.support.secrets_kept import keep
 

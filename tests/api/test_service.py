@@ -14,7 +14,7 @@ from fastapi.testclient import TestClient
 
 import datastates
 from datastates import Repository
-from datastates.api import page
+from datastates.api import app as page
 from datastates.api.security import Gatekeeper, Hosts, Origins, Shield, Tokens
 from tests.api.conftest import BASE, NAME, READ, TOKENS, WRITE, Serve
 

@@ -11,10 +11,10 @@ import torch
 from typer.testing import CliRunner
 
 from datastates import Repository
-from datastates.api import norms
+from datastates.api import cache
 from datastates.api.models import StateDetail
 from datastates.cli.app import app as terminal
-from datastates.content.tree import flatten
+from datastates.state.tree import flatten
 from tests.api.conftest import BASE
 
 if TYPE_CHECKING:
@@ -167,7 +167,7 @@ def test_norms_are_those_of_torch_and_read_once(client: TestClient, repo: Reposi
     assert {item["path"]: item["norm"] for item in items} == {
         path: pytest.approx(float(tensor.double().norm()), rel=1e-12) for path, tensor in tree.items()
     }
-    monkeypatch.setattr(norms, "pieces", None)
+    monkeypatch.setattr(cache, "pieces", None)
     assert get(client, f"/states/{uid}/tensors", norms=True)["items"] == items
 
 

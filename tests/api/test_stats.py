@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from datastates import Repository
-from datastates.api import kept
-from datastates.api.statistics import Statistics
+from datastates.api import cache
+from datastates.api.cache import Statistics
 from tests.api.conftest import BASE, train
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def test_the_repository_in_numbers(client: TestClient, repo: Repository) -> None
 
 
 def test_small_repositories_are_counted_each_time(client: TestClient, repo: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept, "_AT_ONCE_S", 60.0)  # on a busy machine too
+    monkeypatch.setattr(cache, "_AT_ONCE_S", 60.0)  # on a busy machine too
     before = client.get(f"{BASE}/stats")
     assert client.get(f"{BASE}/stats", headers={"If-None-Match": before.headers["etag"]}).status_code == 304
     train(repo, "main", 2)
@@ -37,8 +37,8 @@ def test_small_repositories_are_counted_each_time(client: TestClient, repo: Repo
 
 
 def test_large_ones_are_counted_in_the_background(repo: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept, "_AT_ONCE_S", 0.0)
-    monkeypatch.setattr(kept, "SHARE", 1e9)
+    monkeypatch.setattr(cache, "_AT_ONCE_S", 0.0)
+    monkeypatch.setattr(cache, "SHARE", 1e9)
     numbers = Statistics(repo.core.reading, lambda: 0)
     with repo.core.reading() as session:
         before = numbers.of(session)
@@ -50,11 +50,11 @@ def test_large_ones_are_counted_in_the_background(repo: Repository, monkeypatch:
         numbers._kept._background.join()
         assert numbers.of(session).states == before.states + 2
     train(repo, "main", 1)
-    monkeypatch.setattr(kept, "_OLD_S", 0.0)
+    monkeypatch.setattr(cache, "_OLD_S", 0.0)
     with repo.core.reading() as session:
         assert numbers.of(session).states == before.states + 3, "nobody asked meanwhile"
     train(repo, "main", 1)
-    monkeypatch.setattr(kept, "_WAIT_S", 0.0)
+    monkeypatch.setattr(cache, "_WAIT_S", 0.0)
     with repo.core.reading() as session:
         assert numbers.of(session).states == before.states + 3, "a request does not wait for what takes long"
     numbers.close()

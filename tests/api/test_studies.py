@@ -12,14 +12,14 @@ from torch import nn
 
 from datastates import InvalidInput, Repository
 from datastates.api.serve import WebServer, serve_in_thread
-from datastates.show.thumbnails import MOST_BYTES
-from datastates.workflows import Job, Plan, SerialExecutor, Variant, explore, outliers
+from datastates.studies import Job, Plan, SerialExecutor, Variant, explore, outliers
+from datastates.thumbnails import MOST_BYTES
 from tests.api.conftest import BASE, NAME, Serve
 
 if TYPE_CHECKING:
     from fastapi.testclient import TestClient
 
-    from datastates.workflows import OutlierReport
+    from datastates.studies import OutlierReport
 
 PNG = b"\x89PNG\r\n\x1a\n" + b"x" * 40
 PLAN = Plan((Variant("a", None, 1, {"lr": 0.1}), Variant("a-more", "a", 1, {"lr": 0.2}), Variant("bad", None, 1, {"lr": 9.0})))

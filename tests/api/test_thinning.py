@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from datastates.api.thinning import pool, thin
+from datastates.api.curves import pool, thin
 
 _numbers = st.floats(allow_nan=True, allow_infinity=True)
 

@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from datastates.api import windows as module
-from datastates.api.background import Background
+from datastates.api import graph_windows
+from datastates.api.cache import Background
+from datastates.api.graph_windows import Windows
 from datastates.api.models import GraphPage
-from datastates.api.windows import Windows
 from datastates.errors import NotFound
 from datastates.lineage import Database, Edge, EdgeKind
-from datastates.lineage.change import record, refs
-from datastates.lineage.search.walk import log
-from datastates.lineage.show.lanes import lanes
+from datastates.lineage.query.walk import log
+from datastates.lineage.views.graph import lanes
+from datastates.lineage.write import record, refs
 from tests.support.lineages import told
 
 
@@ -129,9 +129,9 @@ def test_a_large_graph_is_drawn_in_the_background(lineage: Lineage, monkeypatch:
     lineage.grow("main", 30)
     old = lineage.grow("other", 30, start=lineage.tips["main"])
     before = lineage.page()
-    monkeypatch.setattr(module, "_AT_ONCE", 10)
+    monkeypatch.setattr(graph_windows, "_AT_ONCE", 10)
     with lineage.database.write() as session:
-        refs.delete(session, "other")
+        refs.delete_ref(session, "other")
 
     stale = lineage.page()
     lineage.windows.background.join()

@@ -11,7 +11,7 @@ import torch
 import datastates
 from datastates import Repository
 from datastates.errors import Unavailable
-from datastates.upkeep.eviction import evict
+from datastates.maintenance.retention_pass import evict
 from tests.api.conftest import ADMIN, BASE, NAME, TOKENS, WRITE, Serve
 
 if TYPE_CHECKING:

@@ -13,11 +13,11 @@ import pytest
 from typer.testing import CliRunner
 
 from datastates.cli.app import app
-from datastates.content.envelope import wrap
-from datastates.content.manifest import VERSION, Origin
 from datastates.lineage import Database, Edge, EdgeKind, Run, Status
-from datastates.lineage.change import record, refs, replicas, runs
-from datastates.store.naming import manifest_name
+from datastates.lineage.write import record, refs, replicas, runs
+from datastates.state.digest import wrap
+from datastates.state.manifest import VERSION, Origin
+from datastates.storage.pack import manifest_name
 from tests.support.lineages import told
 
 BEGAN = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)

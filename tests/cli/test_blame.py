@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import datastates
-from datastates.upkeep.eviction import evict
+from datastates.maintenance.retention_pass import evict
 from tests.cli.conftest import Invoke
 
 

@@ -9,11 +9,10 @@ from pathlib import Path
 import pytest
 
 from datastates.lineage import Database, Run
-from datastates.lineage.change import runs
 from datastates.lineage.states import DIED
-from datastates.policy.checkfreq import CheckFreq
-from datastates.policy.contract import Costs
-from datastates.policy.history import noted
+from datastates.lineage.write import runs
+from datastates.policy.computed import CheckFreq
+from datastates.policy.contract import Costs, noted
 from tests.cli.conftest import RUN, Invoke
 
 BEGAN = datetime(2026, 3, 4, tzinfo=UTC)

@@ -16,22 +16,22 @@ import pytest
 import torch
 
 import datastates
-from datastates.cli import checks
-from datastates.cli.checks import Verdict
-from datastates.cli.clone import _made, split_source
-from datastates.clone.serving import RepositoryStore
+from datastates.cli import doctor
+from datastates.cli.doctor import Verdict
+from datastates.cli.move import _made, split_source
 from datastates.errors import InvalidInput
-from datastates.opening.location import locate
+from datastates.maintenance.location import locate
 from datastates.transport import loop
-from datastates.transport.session import server as transport_server
-from datastates.transport.store import Source
+from datastates.transport import server as transport_server
+from datastates.transport.contract import Source
+from datastates.transport.serving import RepositoryStore
 from tests.cli.conftest import Invoke
 from tests.cli.serving import TERMINAL, environment, serving
-from tests.clone import test_groups as groups
-from tests.clone.processes import make, same
 from tests.support import warm
 from tests.support.jobs import job
 from tests.support.secrets_kept import keep
+from tests.transport.clones import test_groups as groups
+from tests.transport.clones.processes import make, same
 
 pytest.importorskip("ucxx", reason="UCXX is not installed: pip install 'datastates[cu13]'")
 
@@ -309,19 +309,19 @@ def test_interrupt_in_the_middle_leaves_nothing(store: Path, tmp_path: Path, num
 
 
 def test_doctor_tries_ucx_and_finds_adapters_that_it_does_not_use(tmp_path: Path) -> None:
-    (check,) = checks._ucx()
+    (check,) = doctor._ucx()
     (tmp_path / "mlx5_0").mkdir()
 
     assert check.status in (Verdict.OK, Verdict.WARN)
     assert "tcp/lo" in check.detail
     assert "64.0 MiB over loopback at" in check.detail
-    assert checks._unused_adapters(["tcp/eth0"], tmp_path) == ["mlx5_0"]
-    assert checks._unused_adapters(["tcp/eth0", "rc_mlx5/mlx5_0:1"], tmp_path) == []
+    assert doctor._unused_adapters(["tcp/eth0"], tmp_path) == ["mlx5_0"]
+    assert doctor._unused_adapters(["tcp/eth0", "rc_mlx5/mlx5_0:1"], tmp_path) == []
 
 
 def test_doctor_says_why_ucx_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UCX_TLS", "nonsense")
-    (check,) = checks._ucx()
+    (check,) = doctor._ucx()
 
     assert check.status is Verdict.WARN
     assert "does not start" in check.detail

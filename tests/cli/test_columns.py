@@ -12,9 +12,9 @@ import pytest
 from rich.cells import cell_len
 from rich.text import Text
 
-from datastates.cli.tables import Column, Table, cut
+from datastates.cli.tables import Column, TextTable, cut
 from datastates.lineage import Database
-from datastates.lineage.change import record
+from datastates.lineage.write import record
 from tests.cli.conftest import Invoke, uid
 from tests.support.lineages import told
 
@@ -129,8 +129,10 @@ def test_an_empty_repository_says_what_to_do(invoke: Invoke, tmp_path: Path) -> 
         assert (told.code, told.out, told.err) == (0, "", "")
 
 
-def table() -> Table:
-    made = Table([Column("name", is_flexible=True), Column("step", True), Column("note", is_flexible=True, rank=2), Column("age", rank=3)])
+def table() -> TextTable:
+    made = TextTable(
+        [Column("name", is_flexible=True), Column("step", True), Column("note", is_flexible=True, rank=2), Column("age", rank=3)]
+    )
     made.add("a-rather-long-branch-name", "12", "something", "3 days ago")
     made.add("main", "7", "", "1 hour ago")
     return made
@@ -151,6 +153,6 @@ def test_wide_letters_take_two_columns() -> None:
     text = Text("状態が良い")
     assert cut(text, 6).plain == "状態 …"
     assert text.plain == "状態が良い", "the text itself stays"
-    made = Table([Column("name"), Column("note")])
+    made = TextTable([Column("name"), Column("note")])
     made.add("状態", "x")
     assert [line.plain.rstrip() for line in made.lines(None)] == ["name  note", "状態  x"]

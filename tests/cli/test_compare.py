@@ -11,7 +11,7 @@ from typer.testing import CliRunner, Result
 
 import datastates
 from datastates.cli.app import app
-from datastates.upkeep.eviction import evict
+from datastates.maintenance.retention_pass import evict
 
 
 @pytest.fixture

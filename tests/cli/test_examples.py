@@ -11,8 +11,7 @@ import torch
 import typer.main
 
 import datastates
-from datastates.cli.app import app
-from datastates.cli.examples import EXAMPLES
+from datastates.cli.app import EXAMPLES, app
 
 from .conftest import Invoke
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from datastates.cli import checks
-from datastates.store.naming import bytes_of_packs
+from datastates.cli import doctor
+from datastates.storage.pack import bytes_of_packs
 from tests.cli.conftest import Invoke, uid
 
 
@@ -40,7 +40,7 @@ def test_stats_count_the_packs_that_are_still_there(packs: Path, invoke: Invoke)
 
 def test_doctor_counts_the_packs_that_are_still_there(packs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DATASTATES_RETENTION", "all at-most:100G")
-    assert "states take 2.0 KiB" in checks._retention(packs, free=1 << 40).detail
+    assert "states take 2.0 KiB" in doctor._retention(packs, free=1 << 40).detail
 
 
 def test_folder_that_does_not_exist_takes_nothing(tmp_path: Path) -> None:

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from datastates.cli.follow import _arriving
+from datastates.cli.history import _arriving
 from datastates.lineage import Database
-from datastates.lineage.change import record
+from datastates.lineage.write import record
 from tests.cli.conftest import Invoke, uid
 from tests.support.lineages import told
 

@@ -35,11 +35,11 @@ WIDTHS = {"80": 80, "200": 200, "pipe": None}
 RUN = """
 import io, os, sys
 from datetime import datetime, UTC
-from datastates.lineage.show import texts
+from datastates.lineage.views import text
 class Frozen(datetime):
     @classmethod
     def now(cls, zone=None): return datetime(2026, 1, 5, tzinfo=UTC)
-texts.datetime = Frozen
+text.datetime = Frozen
 class Terminal(io.TextIOWrapper):
     def isatty(self): return True
 if os.environ.get("COLUMNS"): sys.stdout = Terminal(sys.stdout.buffer, encoding="utf-8")

@@ -10,7 +10,7 @@ import pytest
 
 from datastates.cli import history
 from datastates.lineage import Database, State
-from datastates.lineage.change import record, refs
+from datastates.lineage.write import record, refs
 from tests.cli.conftest import RUN, Invoke, uid
 from tests.support.lineages import told
 

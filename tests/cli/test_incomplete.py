@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from datastates.cli import incomplete
+from datastates.cli import lists
 from datastates.lineage import Database
 from tests.support.parts import Job, run_job
 
@@ -35,7 +35,7 @@ def test_what_waits_and_what_was_given_up_are_two_tables(root: Path, invoke: Inv
 
 
 def test_whose_process_is_late_and_what_to_do_is_said(root: Path, invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(incomplete, "LATE_S", 0.0)
+    monkeypatch.setattr(lists, "LATE_S", 0.0)
     database = Database(f"sqlite:///{root}/lineage.db")
     try:
         job = run_job(database, of_one_job=True)

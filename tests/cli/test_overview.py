@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from datastates.api.models import Branches
-from datastates.cli.glance import branches_table, duration_text, spark_text
+from datastates.cli.lists import branches_table, duration_text, spark_text
 from datastates.lineage import Database
-from datastates.lineage.change import runs
-from datastates.lineage.endings import facts_of
-from datastates.lineage.show.overview import branches
+from datastates.lineage.states import facts_of
+from datastates.lineage.views.branch_rows import Branches
+from datastates.lineage.views.branches import branches
+from datastates.lineage.write import runs
 from tests.cli.conftest import uid
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 import datastates
-from datastates.upkeep.eviction import evict
+from datastates.maintenance.retention_pass import evict
 from tests.cli.conftest import Invoke
 
 

@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from datastates.cli.commands import COMMANDS
-from datastates.cli.exits import EXIT_CODES, code_of
+from datastates.cli.app import COMMANDS, EXIT_CODES, code_of
 from datastates.errors import DatastatesError
 from tests.cli.conftest import Invoke, uid
 from tests.support import warm
@@ -229,11 +228,11 @@ main()
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize(("command", "interrupted"), [("watch", "overview._said"), ("doctor", "checks._torch")])
+@pytest.mark.parametrize(("command", "interrupted"), [("watch", "lists._said"), ("doctor", "doctor._torch")])
 def test_interrupt_leaves_a_terminal_with_its_cursor(root: Path, command: str, interrupted: str) -> None:
     code = f"""
 import os, signal, sys
-from datastates.cli import checks, main, overview
+from datastates.cli import doctor, lists, main
 {interrupted} = lambda *_: os.kill(os.getpid(), signal.SIGINT)
 sys.argv = ['datastates', '{command}']
 main()

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import datastates
-from datastates.cli.shell import Shell
+from datastates.cli.app import Shell
 from tests.cli.conftest import Invoke
 
 
@@ -69,6 +69,6 @@ def test_progress_of_long_work_is_shown_to_people(
     def counting(shell: Shell, what: str) -> Iterator[Callable[[int, int], None]]:
         yield lambda done, total: shown.append((done, total))
 
-    monkeypatch.setattr("datastates.cli.room.counting", counting)
+    monkeypatch.setattr("datastates.cli.upkeep.counting", counting)
     assert invoke("-r", runs, *command).code == 0
     assert shown[0] == (13, 13)

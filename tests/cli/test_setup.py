@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from datastates.cli import checks
-from datastates.cli.checks import Check, Verdict
-from datastates.opening.location import locate
+from datastates.cli import doctor
+from datastates.cli.doctor import Check, Verdict
+from datastates.maintenance.location import locate
 from tests.cli.conftest import Invoke
 
 
@@ -94,19 +94,19 @@ def test_doctor_fails_when_something_required_does(invoke: Invoke, tmp_path: Pat
 
 
 def test_library_that_does_not_load_is_told_with_its_reason() -> None:
-    check = checks._in_other_process("mpi", "json", "raise ImportError('libmpi.so is not there')", "load the module")
+    check = doctor._in_other_process("mpi", "json", "raise ImportError('libmpi.so is not there')", "load the module")
 
     assert check == Check(
         "mpi", Verdict.WARN, "json is installed, but does not work: ImportError: libmpi.so is not there", "load the module"
     )
-    assert checks._in_other_process("x", "no_such_package", "", "do").status is Verdict.MISSING
+    assert doctor._in_other_process("x", "no_such_package", "", "do").status is Verdict.MISSING
 
 
 def test_folder_without_direct_io_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shm = Path("/dev/shm")
     if not shm.is_dir():
         pytest.skip("no memory file system here")
-    found = {check.name: check for check in checks._files(locate(shm / "nothing").packs)}
+    found = {check.name: check for check in doctor._files(locate(shm / "nothing").packs)}
 
     assert found["buffered"].status is Verdict.OK
     assert found["direct I/O"].status in (Verdict.OK, Verdict.WARN)

@@ -12,11 +12,8 @@ import typer
 from rich.text import Text
 
 import datastates
-from datastates.cli.commands import LazyCommands
-from datastates.cli.exits import complain
-from datastates.cli.render import facts_table, table
-from datastates.cli.shell import MOST, Shell
-from datastates.cli.tables import Column, Table
+from datastates.cli.app import MOST, LazyCommands, Shell, complain
+from datastates.cli.tables import Column, TextTable, facts_table, table
 from datastates.errors import NotFound
 from tests.cli.conftest import Invoke
 
@@ -42,7 +39,7 @@ def items() -> Iterator[Any]:
     """A line with ``EVIL`` and ``x`` in every form that can be written."""
     yield f"{EVIL}x"
     yield Text(f"{EVIL}x", "red")
-    lines = Table([Column(EVIL)])
+    lines = TextTable([Column(EVIL)])
     lines.add(Text(f"{EVIL}x", "red"))
     yield lines
     facts = table(EVIL)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import datastates
-from datastates.content.envelope import wrap
+from datastates.state.digest import wrap
 from tests.cli.conftest import Invoke
 
 

@@ -23,8 +23,8 @@ import torch
 import datastates
 from datastates import Config, Conflict, Status
 from datastates.errors import NotFound, Unavailable
-from datastates.store.local import LocalTier
-from datastates.upkeep.eviction import evict
+from datastates.maintenance.retention_pass import evict
+from datastates.storage.local import LocalTier
 from tests.drivers.crashes import restored
 from tests.support.dying import BALLAST, Say, durable_in, frozen, live_of
 from tests.support.forge import forge

@@ -33,8 +33,8 @@ import torch
 
 import datastates
 from datastates import Repository, Status
-from datastates.opening.lease import held_in
-from datastates.store.local import LocalTier
+from datastates.maintenance.lease import held_in
+from datastates.storage.local import LocalTier
 from tests.support.dying import ACTS, BRANCHES, REWRITING, SMALL, copy_of, durable_in, frozen, live_of, objects_of
 from tests.support.forge import Forge, Job, forge
 

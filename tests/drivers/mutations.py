@@ -33,15 +33,14 @@ from blake3 import blake3
 
 import datastates
 from datastates import Config, DatastatesError, Repository
-from datastates.clone.landing import read_manifest
-from datastates.content.digest import decode, state_digest
-from datastates.content.manifest import CHUNK_BYTES, Chunk, Content, Manifest, Origin
-from datastates.content.tree import unflatten
-from datastates.export.bundle import export_bundle, import_bundle
-from datastates.export.bundle_files import write_chunks
-from datastates.objects.rng import RngState
-from datastates.store.mapped import MappedReader
-from datastates.store.seal import SealedChunks
+from datastates.files.bundle import export_bundle, import_bundle, write_chunks
+from datastates.state.digest import decode, state_digest
+from datastates.state.generators import RngState
+from datastates.state.manifest import CHUNK_BYTES, Chunk, Content, Manifest, Origin
+from datastates.state.tree import unflatten
+from datastates.storage.pack_reader import MappedReader
+from datastates.storage.parallel_read import SealedChunks
+from datastates.transport.untrusted import read_manifest
 from tests.support.cloning import sent
 
 CORPUS = Path(__file__).parents[1] / "corpus"

@@ -29,9 +29,10 @@ from typing import Any
 
 import msgspec
 
-from datastates.content.digest import encode as encode_manifest
 from datastates.errors import DatastatesError, Disconnected, PeerFault
-from datastates.transport import loop
+from datastates.state.digest import encode as encode_manifest
+from datastates.transport import loop, requests, tcp
+from datastates.transport.handshake import greet
 from datastates.transport.protocol import (
     PART_BYTES,
     Answer,
@@ -58,11 +59,8 @@ from datastates.transport.protocol import (
     Want,
     encode,
 )
-from datastates.transport.session import answers
-from datastates.transport.session.handshake import greet
-from datastates.transport.session.server import Server
-from datastates.transport.session.session import Session
-from datastates.transport.wire import tcp
+from datastates.transport.server import Server
+from datastates.transport.session import Session
 from tests.drivers.crowding import listen
 from tests.drivers.mutations import bite, change, framed, honest, plain_of
 from tests.transport.stores import MemoryStore, record
@@ -396,7 +394,7 @@ KINDS: dict[str, int | None] = {"ordinary": None, "heavy": None, "more than aske
 
 def logs(kind: str) -> tuple[str, int, float]:
     """What a client in a process of its own gets that lists the states of such a source, how much memory it took, and how long."""
-    setattr(answers, "PAGE_BYTES", 1 << 40)  # noqa: B010  # such a source sends what it likes; the module exports none
+    setattr(requests, "PAGE_BYTES", 1 << 40)  # noqa: B010  # such a source sends what it likes; the module exports none
     server = Server(Endless(kind), "tcp://127.0.0.1:0", token=TOKEN.encode(), timeout_s=60)
     loop.run(server.start())
     try:

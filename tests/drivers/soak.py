@@ -33,7 +33,7 @@ import torch
 
 import datastates
 from datastates import Config, Repository
-from datastates.upkeep import keeper
+from datastates.maintenance import keeper
 from tests.support.training import make, make_small, update
 
 RETENTION = "latest:8"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from datastates.upkeep import keeper
+from datastates.maintenance import keeper
 from tests.drivers.soak import is_flat, run, trend, trends
 from tests.support.effort import IS_THOROUGH
 

@@ -9,7 +9,7 @@ import own_tier
 import pytest
 
 from datastates import Corrupt
-from datastates.store import Tier
+from datastates.storage import Tier
 from datastates.testing import TierSuite
 from datastates.testing.states import small
 from tests.examples.test_examples import EXAMPLES, run

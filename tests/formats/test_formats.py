@@ -11,7 +11,7 @@ import pytest
 
 import datastates
 from datastates import Status
-from datastates.export.bundle import import_bundle
+from datastates.files.bundle import import_bundle
 from tests.formats.write import HERE, NAME, digest_of, facts, make
 
 KEPT = sorted(path.parent for path in HERE.glob("*/expected.json"))

@@ -21,8 +21,7 @@ from blake3 import blake3
 
 import datastates
 from datastates import Repository
-from datastates.export.bundle import export_bundle
-from datastates.export.bundle_files import VERSION
+from datastates.files.bundle import VERSION, export_bundle
 from datastates.lineage.chronicle import VERSION as CHRONICLE
 from datastates.lineage.migrations import KNOWN
 

@@ -8,7 +8,7 @@ import pytest
 
 import datastates
 from datastates import InvalidInput
-from datastates.integrations.address import Address, address_of, is_address
+from datastates.integrations.saved import Address, address_of, is_address
 
 
 @pytest.fixture(scope="module")

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, ge
 
 import datastates
 from datastates import Conflict, InvalidInput, NotFound, Repository, Unsupported
-from datastates.integrations import kept
+from datastates.integrations import saved as kept
 from datastates.integrations.dcp import Reader, Writer
 from tests.integrations.checkpoints import assert_same, build, saved
 

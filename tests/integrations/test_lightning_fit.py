@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader
 
 from datastates import Repository
 from datastates.integrations.lightning import DatastatesCallback, DatastatesCheckpointIO
-from datastates.integrations.lightning.fit import Fit
+from datastates.integrations.lightning.callback import Fit
 from tests.integrations.lightning_jobs import BATCHES, Automatic, Items, trainer_of
 
 pytestmark = [

@@ -15,9 +15,9 @@ from torch import nn
 
 import datastates
 from datastates import Repository, Unsupported
-from datastates.content.layouts import is_wrapping, plain_tensors
 from datastates.integrations.transformers import DatastatesCallback
-from datastates.objects.names import canonical_name
+from datastates.state.geometry import is_wrapping, plain_tensors
+from datastates.state.tree import canonical_name
 from tests.support.effort import IS_THOROUGH
 
 from .trainers import StopAt, Words, losses, qlora, trainer
@@ -141,7 +141,7 @@ def test_galore_is_refused_before_its_first_step(repo: Repository, monkeypatch: 
 def test_torchao_over_dtensors_is_refused_before_its_first_step(repo: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Linear(2, 2)
     optimizer = OPTIMIZERS["AdamW8bit"](model.parameters())
-    monkeypatch.setattr("datastates.objects.optimizers.is_spread", lambda found: found is model.weight)
+    monkeypatch.setattr("datastates.state.optimizer.is_spread", lambda found: found is model.weight)
     with pytest.raises(Unsupported, match="optimizer is a AdamW8bit of DTensors"):
         repo.track(model=model, optimizer=optimizer)
 

@@ -20,7 +20,7 @@ from torch import nn
 
 import datastates
 from datastates import Config, Conflict, Corrupt, InvalidInput, NotFound, Unsupported
-from datastates.integrations import kept
+from datastates.integrations import saved
 from tests.support import warm
 
 
@@ -30,7 +30,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("DATASTATES_MEMORY", "64M")
     yield tmp_path
-    kept.let_go()
+    saved.let_go()
 
 
 def build() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -109,7 +109,7 @@ def test_each_save_is_the_next_state_of_its_branch(folder: Path) -> None:
     assert datastates.load("runs/main@best:loss")["epoch"] == 2
     assert datastates.load(f"runs/{uids[1][:8]}")["epoch"] == 1
 
-    kept.let_go()
+    saved.let_go()
     with datastates.open("runs") as repo:
         log = repo.log("main")
         assert [state.uid for state in log] == uids[::-1]
@@ -261,7 +261,7 @@ def test_what_is_not_there_is_said_and_nothing_is_made(folder: Path) -> None:
 def test_damaged_byte_is_found(folder: Path) -> None:
     datastates.save({"w": torch.ones(4096)}, "runs/main")
     uid = datastates.save({"w": torch.full((4096,), 2.0)}, "runs/main")
-    kept.let_go()
+    saved.let_go()
     (pack,) = Path("runs/packs").glob(f"{uid}*.safetensors")
     data = bytearray(pack.read_bytes())
     data[-100] ^= 1
@@ -274,17 +274,17 @@ def test_damaged_byte_is_found(folder: Path) -> None:
 
 def test_repository_stays_open_in_a_loop_and_is_closed_when_it_idles(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     datastates.save({"v": 0}, "runs/main")
-    ((_, first),) = kept._kept.items()
+    ((_, first),) = saved._kept.items()
     datastates.save({"v": 1}, "runs/main")
-    ((_, second),) = kept._kept.items()
+    ((_, second),) = saved._kept.items()
     assert first is second
-    monkeypatch.setattr(kept, "IDLE_S", 0.0)
+    monkeypatch.setattr(saved, "IDLE_S", 0.0)
     datastates.load("runs/main")
     timer = first.timer
     if timer is not None:
         timer.join()
 
-    assert not kept._kept
+    assert not saved._kept
     assert first.repository.core.is_closed
     datastates.save({"v": 2}, "runs/main")
     assert datastates.load("runs/main~2")["v"] == 0

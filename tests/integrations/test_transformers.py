@@ -14,7 +14,7 @@ from transformers import EarlyStoppingCallback, Trainer, TrainerCallback
 import datastates
 from datastates.errors import Conflict, InvalidInput, Unsupported
 from datastates.integrations.transformers import DatastatesCallback
-from tests.capture.build import Gate, held_back
+from tests.engine.build import Gate, held_back
 
 from .trainers import Net, Noisy, StopAt, Stream, Told, losses
 

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import pytest
 
 from datastates.lineage import Database, NewState, State
-from datastates.lineage.change import record
+from datastates.lineage.write import record
 from tests.support.lineages import told
 
 BACKENDS = ["sqlite", "postgresql"]

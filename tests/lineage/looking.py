@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from datastates.lineage import lookup
-from datastates.lineage.search import walk
+from datastates.lineage.query import walk
 
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 def by_prefix(session: Session, prefix: str) -> State:
     """The one state whose uid begins like this."""
-    return walk.states(session, [lookup.id_by_prefix(session, prefix)])[0]
+    return lookup.states(session, [lookup.id_by_prefix(session, prefix)])[0]
 
 
 def nth_ancestor(session: Session, uid: str, n: int) -> State:
     """The n-th first parent upwards."""
-    return walk.states(session, [walk.nth_ancestor_id(session, lookup.id_of(session, uid), n)])[0]
+    return lookup.states(session, [walk.nth_ancestor_id(session, lookup.id_of(session, uid), n)])[0]

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 
 from datastates.lineage import Database, Edge, EdgeKind, Run, State, Status
-from datastates.lineage.change import record, refs, runs
+from datastates.lineage.write import record, refs, runs
 from tests.support.lineages import told
 
 START = datetime(2026, 11, 1, tzinfo=UTC)

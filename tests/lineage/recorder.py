@@ -14,7 +14,8 @@ import time
 
 from datastates.errors import Conflict, NotFound
 from datastates.lineage import Database
-from datastates.lineage.change import record, refs
+from datastates.lineage.query import names
+from datastates.lineage.write import record
 from tests.support.lineages import told
 
 SHARED = "shared"
@@ -50,7 +51,7 @@ class Recorder:
     def _head(self) -> str | None:
         with self.database.read() as session:
             try:
-                return refs.get(session, SHARED).state
+                return names.get(session, SHARED).state
             except NotFound:
                 return None
 

@@ -14,7 +14,7 @@ import pytest
 from sqlalchemy import event, text
 
 from datastates.errors import Closed
-from datastates.lineage import anchor
+from datastates.lineage import sqlite_files
 from datastates.lineage.database import Database
 
 OPENED = "import sys; from datastates.lineage.database import Database; base = Database(sys.argv[1])\nwith base.read(): pass\nbase.close()"
@@ -58,7 +58,7 @@ def test_a_process_that_copies_its_lineage_keeps_it_while_others_come_and_go(pat
 
 def is_anchored(path: Path) -> bool:
     status = path.stat()
-    return (status.st_dev, status.st_ino) in anchor._anchors
+    return (status.st_dev, status.st_ino) in sqlite_files._anchors
 
 
 def test_the_last_one_to_close_leaves_one_file(path: Path) -> None:
@@ -118,7 +118,7 @@ def test_a_forked_child_leaves_the_locks_of_its_parent_alone(path: Path) -> None
     database = Database(f"sqlite:///{path}")
     child = os.fork()
     if child == 0:
-        os._exit(int(bool(anchor._anchors)))
+        os._exit(int(bool(sqlite_files._anchors)))
     assert os.waitpid(child, 0)[1] == 0
     index = Path(f"{path}-shm").stat()
     copied(path)

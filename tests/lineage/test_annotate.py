@@ -8,13 +8,13 @@ import pytest
 
 from datastates.errors import Conflict, InvalidInput, NotFound
 from datastates.lineage import Database, Value
-from datastates.lineage.change.annotate import ATTRIBUTES, annotate, measure
-from datastates.lineage.search.pages import find_all
-from datastates.lineage.search.refs import reflog
-from datastates.lineage.search.revision import resolve
-from datastates.lineage.search.walk import state
-from datastates.lineage.show.branches import Point
-from datastates.lineage.show.overview import branches
+from datastates.lineage.lookup import state
+from datastates.lineage.query.names import reflog
+from datastates.lineage.query.pages import find_all
+from datastates.lineage.query.revision import resolve
+from datastates.lineage.views.branch_rows import Point
+from datastates.lineage.views.branches import branches
+from datastates.lineage.write.refs import ATTRIBUTES, annotate, measure
 from datastates.values import NAMES
 from tests.lineage.conftest import Grow
 

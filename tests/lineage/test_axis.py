@@ -10,12 +10,11 @@ import pytest
 
 from datastates.errors import InvalidInput
 from datastates.lineage import Database, NewState, StateFacts
-from datastates.lineage.change import record
 from datastates.lineage.lookup import id_of
-from datastates.lineage.search.axis import Axis, along
-from datastates.lineage.search.outline import means
-from datastates.lineage.show.grouping import groups_of, runs_of
-from datastates.lineage.states import Value
+from datastates.lineage.query.curves import Axis, along, means
+from datastates.lineage.views.branches import groups_of, runs_of
+from datastates.lineage.write import record
+from datastates.values import Value
 
 BEGAN = datetime(2026, 1, 1, tzinfo=UTC)
 

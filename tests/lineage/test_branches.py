@@ -11,12 +11,12 @@ import pytest
 
 from datastates.errors import Conflict, InvalidInput, SyntaxProblem
 from datastates.lineage import Database, Run, State, Status
-from datastates.lineage.change import notes, record, refs, runs
-from datastates.lineage.show.branches import Branch, Life, Line, Setting
-from datastates.lineage.show.colours import DARK, LIGHT, colour_of, number_of
-from datastates.lineage.show.goals import Direction, direction_of
-from datastates.lineage.show.overview import SORTS, branches
-from datastates.lineage.show.sparkline import Lines, thinned
+from datastates.lineage.query import names
+from datastates.lineage.views.branch_rows import SORTS, Branch, Life, Line, Lines, Setting, thinned
+from datastates.lineage.views.branches import branches
+from datastates.lineage.views.cards import DARK, LIGHT, colour_of, number_of
+from datastates.lineage.views.text import Direction, direction_of
+from datastates.lineage.write import record, refs, runs
 from tests.lineage.conftest import Grow, on_one_database
 from tests.lineage.oracle import METRICS, START, Lineage, grow
 from tests.support.effort import seeds
@@ -146,7 +146,7 @@ def test_a_fork_from_a_deleted_branch_names_it_as_gone(database: Database, grow:
     head = grow(branch="main", count=2)
     grow(head, branch="fork", count=2)
     with database.write() as session:
-        refs.delete(session, "main")
+        refs.delete_ref(session, "main")
     with database.read() as session:
         (fork,) = branches(session)
     assert fork.fork is not None
@@ -226,10 +226,10 @@ def test_renamed_branch_keeps_its_history(database: Database, grow: Grow) -> Non
     head = grow(branch="main", count=3, metrics={"loss": 0.5})
     with database.write() as session:
         before = branches(session)
-        notes.write(session, "good", branch="main", author="me")
+        refs.write(session, "good", branch="main", author="me")
         refs.rename(session, "main", "exp")
-        assert [note.text for note in notes.notes(session, branch="exp")] == ["good"]
-        assert [event.reason for event in refs.reflog(session, "exp")] == ["rename from main"]
+        assert [note.text for note in names.notes(session, branch="exp")] == ["good"]
+        assert [event.reason for event in names.reflog(session, "exp")] == ["rename from main"]
     with database.read() as session:
         (was,), (now,) = before.items, branches(session).items
     assert replace(was, name="exp") == now
@@ -259,7 +259,7 @@ def test_branch_that_is_deleted_and_made_again_has_its_states(database: Database
     first = grow(branch="main", count=3, metrics={"loss": 0.25})
     grow(first, branch="main", count=3, metrics={"loss": 0.5})
     with database.write() as session:
-        refs.delete(session, "main")
+        refs.delete_ref(session, "main")
         refs.branch(session, "main", first.uid)
         (main,) = branches(session)
         assert (main.fork, main.states, main.best and main.best.value) == (None, 3, 0.25)
@@ -269,7 +269,7 @@ def test_branch_that_is_renamed_by_hand_has_the_states_of_the_old_one(database: 
     head = grow(branch="main", count=3, metrics={"loss": 0.5})
     with database.write() as session:
         refs.branch(session, "exp", head.uid)
-        refs.delete(session, "main")
+        refs.delete_ref(session, "main")
         (exp,) = branches(session)
     assert (exp.fork, exp.states, exp.last and exp.last.value) == (None, 3, 0.5)
 
@@ -287,7 +287,7 @@ def test_branch_that_was_moved_back_and_forth_is_as_before(database: Database, g
 def test_branch_that_a_training_makes_again_after_its_deletion_has_its_states(database: Database, grow: Grow) -> None:
     head = grow(branch="main", count=3)
     with database.write() as session:
-        refs.delete(session, "main")
+        refs.delete_ref(session, "main")
     grow(head, branch="main")
     with database.read() as session:
         (main,) = branches(session)

@@ -11,13 +11,13 @@ import pytest
 from sqlalchemy import text
 
 from datastates.errors import Conflict
-from datastates.lineage import Database, NewState, Run, State, Status
-from datastates.lineage.change import clones, record, refs, runs
-from datastates.lineage.change.parts import part_digests
-from datastates.lineage.search import revision, walk
-from datastates.lineage.search.holders import Replica, holder, replicas_of
+from datastates.lineage import Database, NewState, Run, State, Status, lookup
+from datastates.lineage.query import names, revision, walk
+from datastates.lineage.query.names import Replica, holder, replicas_of
 from datastates.lineage.states import Edge, EdgeKind
-from datastates.store.tiers import CAPTURED, VOLATILE
+from datastates.lineage.write import clones, replicas, runs
+from datastates.lineage.write.parts import part_digests
+from datastates.storage.tiers import CAPTURED, VOLATILE
 from tests.lineage.test_runs import new_run
 from tests.lineage.test_walk import counted
 from tests.support.parts import run_job
@@ -72,7 +72,7 @@ def die(database: Database, *dead: Run) -> None:
 
 def status(database: Database, state: State) -> Status:
     with database.read() as session:
-        return walk.state(session, state.uid).status
+        return lookup.state(session, state.uid).status
 
 
 def places(database: Database, state: State) -> list[tuple[str, str, str | None]]:
@@ -106,7 +106,7 @@ def test_an_ancestry_is_imported_with_all_that_is_known_of_it_but_its_bytes(data
     assert len(came) == len(made_by) == 1
     assert not came.keys() & made_by.keys()
     with other.read() as session:
-        assert refs.refs(session) == [], "names stay with those who gave them"
+        assert names.refs(session) == [], "names stay with those who gave them"
 
 
 def test_an_edge_to_a_longer_branch_comes_too(database: Database, other: Database, grow: Grow) -> None:
@@ -183,7 +183,7 @@ def test_an_evicted_state_whose_bytes_come_is_captured_again(database: Database,
 def test_a_durable_state_stays_durable_when_it_is_cloned(database: Database, grow: Grow) -> None:
     state = grow()
     with database.write() as session:
-        record.mark(session, state.uid, Status.DURABLE, tier="local", node="here")
+        replicas.mark(session, state.uid, Status.DURABLE, tier="local", node="here")
 
     assert arrive(database, state, run=started(database)).status is Status.DURABLE
 
@@ -199,7 +199,7 @@ def test_a_state_is_lost_only_when_the_last_process_that_holds_it_died(database:
     die(database, a)
     assert (status(database, state), status(database, unshared)) == (Status.CAPTURED, Status.LOST)
     with database.read() as session:
-        assert [ref.name for ref in refs.refs(session)] == ["main"]
+        assert [ref.name for ref in names.refs(session)] == ["main"]
     die(database, b)
     assert places(database, state) == [("memory", "here", c.uid)]
     die(database, c)
@@ -224,7 +224,7 @@ def test_a_receiver_that_lets_go_leaves_the_other_replica_of_its_node(database: 
     state = grow(run=a.uid, node=f"here#{a.uid}", bytes_total=5, bytes_new=3)
     arrive(database, state, run=b)
     with database.write() as session:
-        assert record.evict(session, [state.uid], tier="memory", node=f"here#{b.uid}") == []
+        assert replicas.evict(session, [state.uid], tier="memory", node=f"here#{b.uid}") == []
     with database.read() as session:
         assert replicas_of(session, state.uid) == [Replica(0, "memory", "here", "ok", 3, a.uid)]
 
@@ -264,7 +264,7 @@ def test_ten_thousand_ancestors_take_a_few_statements_for_each_five_hundred(othe
 def test_all_parts_of_a_state_arrive_at_once_and_go_with_their_holder(database: Database, other: Database) -> None:
     uid = run_job(database).whole[-1]
     with database.read() as session:
-        state, digests = walk.state(session, uid), part_digests(session, uid)
+        state, digests = lookup.state(session, uid), part_digests(session, uid)
     run = started(other)
 
     def come(digests: Sequence[str]) -> State:
@@ -282,7 +282,7 @@ def test_all_parts_of_a_state_arrive_at_once_and_go_with_their_holder(database: 
     with pytest.raises(Conflict, match="rank 1 of state"):
         come([digests[0], digests[2], digests[2]])
     with other.write() as session:
-        assert record.evict(session, [uid], tier=CAPTURED, node=holder("here", run.uid)) == [uid]
+        assert replicas.evict(session, [uid], tier=CAPTURED, node=holder("here", run.uid)) == [uid]
     assert status(other, state) is Status.EVICTED
     assert come(digests).status is Status.CAPTURED, "all parts are here again"
     die(other, run)

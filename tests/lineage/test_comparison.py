@@ -8,12 +8,10 @@ from typing import Any
 import pytest
 
 from datastates.errors import InvalidInput, SyntaxProblem
-from datastates.lineage import Database, Run, State
-from datastates.lineage.change import record, runs
-from datastates.lineage.search import walk
-from datastates.lineage.show.comparison import MOST, Comparison, compare
-from datastates.lineage.show.goals import Direction, direction_of
-from datastates.lineage.show.parallels import AxisKind, Parallels, Taken, parallels
+from datastates.lineage import Database, Run, State, lookup
+from datastates.lineage.views.comparison import MOST_COMPARED, AxisKind, Comparison, Parallels, Taken, compare, parallels
+from datastates.lineage.views.text import Direction, direction_of
+from datastates.lineage.write import record, runs
 from tests.lineage.conftest import Grow
 from tests.lineage.oracle import METRICS, START, grow
 from tests.support.effort import seeds
@@ -29,7 +27,7 @@ def same(one: Any, other: Any) -> bool:
 def test_states_stand_beside_each_other_as_they_are(database: Database, seed: int) -> None:
     lineage = grow(database, seed, 40)
     with database.read() as session:
-        picked = [walk.state(session, lineage.states[place].uid) for place in (-1, 5, 17, -1)]
+        picked = [lookup.state(session, lineage.states[place].uid) for place in (-1, 5, 17, -1)]
         found = compare(session, ["a", "b", "c", "d"], picked)
     assert [each.rev for each in found] == ["a", "b", "c", "d"]
     for each, state in zip(found, picked, strict=True):
@@ -73,9 +71,9 @@ def test_code_and_versions_are_compared_too(database: Database) -> None:
 def test_so_many_stand_beside_each_other_and_no_more(database: Database, grow: Grow) -> None:
     state = grow(branch="main")
     with database.read() as session:
-        assert len(compare(session, ["main"] * MOST, [state] * MOST)) == MOST
+        assert len(compare(session, ["main"] * MOST_COMPARED, [state] * MOST_COMPARED)) == MOST_COMPARED
         with pytest.raises(InvalidInput, match="parallel coordinates"):
-            compare(session, ["main"] * (MOST + 1), [state] * (MOST + 1))
+            compare(session, ["main"] * (MOST_COMPARED + 1), [state] * (MOST_COMPARED + 1))
         with pytest.raises(InvalidInput, match="two states"):
             compare(session, ["main"], [state])
 
@@ -162,4 +160,4 @@ def beside(database: Database, configs: list[dict[str, Any]], commits: list[str]
             runs.start(session, run)
             found.append(record.record(session, told(f"{number:024x}", f"{number:064x}", None, f"b{number}", run.uid, 0)))
     with database.read() as session:
-        return compare(session, [f"b{number}" for number in range(len(found))], [walk.state(session, state.uid) for state in found])
+        return compare(session, [f"b{number}" for number in range(len(found))], [lookup.state(session, state.uid) for state in found])

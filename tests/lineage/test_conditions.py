@@ -8,9 +8,9 @@ from operator import eq, ge, gt, le, lt, ne
 import pytest
 
 from datastates.lineage import Database
-from datastates.lineage.search.conditions import ids
-from datastates.lineage.search.pages import find
-from datastates.lineage.search.query import Compare, Field, Kind
+from datastates.lineage.query.conditions import ids
+from datastates.lineage.query.grammar import Compare, Field, Kind
+from datastates.lineage.query.pages import find
 from tests.lineage.conftest import Grow
 
 

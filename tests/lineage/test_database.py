@@ -17,13 +17,14 @@ from alembic.migration import MigrationContext
 from sqlalchemy import TextClause, make_url, text
 
 from datastates.errors import Closed, Conflict, DatastatesError, InvalidInput, NotFound, Unavailable
-from datastates.lineage import Database, NewState, deadline
+from datastates.lineage import Database, NewState, lookup
 from datastates.lineage import database as database_module
-from datastates.lineage.change import record
+from datastates.lineage import database as deadline
 from datastates.lineage.database import undeterred
 from datastates.lineage.migrations import HEAD
+from datastates.lineage.query import walk
 from datastates.lineage.schema import Base
-from datastates.lineage.search import walk
+from datastates.lineage.write import record
 from tests.support import warm
 from tests.support.at_once import errors_of
 
@@ -55,7 +56,7 @@ def test_a_lineage_is_there_when_it_is_opened_again(database: Database, new_stat
         state = record.record(session, new_state(branch="main"))
     again = Database(database.url, create=False)
     with again.read() as session:
-        assert walk.state(session, state.uid) == state
+        assert lookup.state(session, state.uid) == state
     again.close()
 
 

@@ -9,9 +9,9 @@ from sqlalchemy import text
 
 from datastates.errors import InvalidInput, SyntaxProblem
 from datastates.lineage import Database
-from datastates.lineage.deadline import within
-from datastates.lineage.search import revision
-from datastates.lineage.search.query import parse_query
+from datastates.lineage.database import within
+from datastates.lineage.query import revision
+from datastates.lineage.query.grammar import parse_query
 from tests.lineage.conftest import Grow
 
 _LONG = """

@@ -10,11 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from datastates.lineage import State, Status
-from datastates.lineage.search import order
-from datastates.lineage.search.order import Topology
-from datastates.lineage.show import drawing
-from datastates.lineage.show.drawing import Drawing, draw_history
-from datastates.lineage.show.lanes import lanes
+from datastates.lineage.query import walk
+from datastates.lineage.query.walk import Topology
+from datastates.lineage.views import graph
+from datastates.lineage.views.graph import Drawing, draw_history, lanes
 
 Parents = dict[int, tuple[int, ...]]
 
@@ -22,8 +21,8 @@ Parents = dict[int, tuple[int, ...]]
 @pytest.fixture(autouse=True, params=[0, 1000], ids=["run by run", "state by state"])
 def _short_strides(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """So that small graphs have many places that are kept; and what has long runs is drawn as what has none, and the other way round."""
-    monkeypatch.setattr(drawing, "STRIDE", 4)
-    for module in (drawing, order):
+    monkeypatch.setattr(graph, "STRIDE", 4)
+    for module in (graph, walk):
         monkeypatch.setattr(module, "SHORT", request.param)
 
 

@@ -9,10 +9,10 @@ from datetime import UTC, datetime
 import pytest
 
 from datastates.lineage import Database, Run, State
-from datastates.lineage.change import runs
-from datastates.lineage.endings import Ending, How, ending_of, facts_of
-from datastates.lineage.show.branches import Life
-from datastates.lineage.show.overview import branches
+from datastates.lineage.states import Ending, How, ending_of, facts_of
+from datastates.lineage.views.branch_rows import Life
+from datastates.lineage.views.branches import branches
+from datastates.lineage.write import runs
 
 from .test_runs import new_run
 

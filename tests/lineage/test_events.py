@@ -10,18 +10,19 @@ import pytest
 from sqlalchemy import text
 
 from datastates.lineage import Database, RefEvent, RefKind, State
-from datastates.lineage.change import refs
-from datastates.lineage.show import events
+from datastates.lineage.query import names as names_query
+from datastates.lineage.views import detail
+from datastates.lineage.write import refs
 
 Grow = Callable[..., State]
 
 
-def read(database: Database, after: int = 0, horizon: events.Horizon | None = None, limit: int = 500) -> events.Events:
+def read(database: Database, after: int = 0, horizon: detail.Horizon | None = None, limit: int = 500) -> detail.Events:
     with database.read() as session:
-        return events.read(session, after, horizon=horizon, limit=limit)
+        return detail.read(session, after, horizon=horizon, limit=limit)
 
 
-def names(found: events.Events) -> list[str]:
+def names(found: detail.Events) -> list[str]:
     return [event.name for event in found.items]
 
 
@@ -57,7 +58,7 @@ def test_events_come_by_their_ids_with_all_that_the_reflog_says(database: Databa
     state = grow(branch="main", count=2)
     tag(database, "v1", state)
     with database.write() as session:
-        refs.delete(session, "v1")
+        refs.delete_ref(session, "v1")
     found = read(database)
     assert found.horizon is None
     assert [(event.name, event.kind, event.reason) for event in found.items] == [
@@ -67,10 +68,10 @@ def test_events_come_by_their_ids_with_all_that_the_reflog_says(database: Databa
         ("v1", RefKind.TAG, "delete"),
     ]
     with database.read() as session:
-        logged: list[RefEvent] = [*refs.reflog(session, "main"), *refs.reflog(session, "v1")]
-        assert events.newest(session) == events.Horizon(found.items[-1].id, frozenset())
+        logged: list[RefEvent] = [*names_query.reflog(session, "main"), *names_query.reflog(session, "v1")]
+        assert detail.newest_events(session) == detail.Horizon(found.items[-1].id, frozenset())
     assert list(found.items) == sorted(logged, key=lambda event: event.id)
-    assert read(database, found.items[-1].id) == events.Events((), None)
+    assert read(database, found.items[-1].id) == detail.Events((), None)
 
 
 def test_pages_follow_each_other(database: Database, grow: Grow) -> None:
@@ -84,9 +85,9 @@ def test_pages_follow_each_other(database: Database, grow: Grow) -> None:
 
 
 def test_an_empty_lineage_has_no_events(database: Database) -> None:
-    assert read(database) == events.Events((), None)
+    assert read(database) == detail.Events((), None)
     with database.read() as session:
-        assert events.newest(session) == events.Horizon(0, frozenset())
+        assert detail.newest_events(session) == detail.Horizon(0, frozenset())
 
 
 @pytest.fixture
@@ -99,7 +100,7 @@ def shared(postgresql_url: str) -> Iterator[Database]:
 
 @pytest.fixture
 def state(shared: Database, new_state: Callable[..., object]) -> State:
-    from datastates.lineage.change import record
+    from datastates.lineage.write import record
 
     with shared.write() as session:
         return record.record(session, new_state(branch="main"))  # type: ignore[arg-type] # it makes what is to be recorded
@@ -161,11 +162,11 @@ def test_who_begins_at_the_newest_event_waits_for_those_before_it(shared: Databa
     with open_tag(shared, "older", state):
         tag(shared, "younger", state)
         with shared.read() as session:
-            horizon = events.newest(session)
+            horizon = detail.newest_events(session)
         with shared.read() as session:
-            assert not events.settle(session, horizon).is_settled
+            assert not detail.settle(session, horizon).is_settled
     with shared.read() as session:
-        settled = events.settle(session, horizon)
+        settled = detail.settle(session, horizon)
     assert settled.is_settled
     assert names(read(shared, settled.id)) == []
     assert names(read(shared, settled.id - 2)) == ["older", "younger"]
@@ -175,7 +176,7 @@ def test_a_lock_that_writes_nothing_is_not_waited_for(shared: Database, state: S
     with shared.read() as session:
         session.execute(text("SELECT id FROM ref_event"))
         with shared.read() as other:
-            assert events.newest(other).is_settled
+            assert detail.newest_events(other).is_settled
 
 
 def test_many_writers_at_once_are_read_completely_and_in_order(shared: Database, state: State) -> None:

@@ -8,11 +8,10 @@ import pytest
 
 from datastates.errors import NotFound
 from datastates.lineage import Database
-from datastates.lineage.change.awaited import ranks_text
-from datastates.lineage.search import revision
-from datastates.lineage.search.incomplete import incomplete, parts_of
-from datastates.lineage.show.by_rank import by_rank, spread_text
+from datastates.lineage.query import revision
+from datastates.lineage.query.incomplete import incomplete, parts_of, ranks_text
 from datastates.lineage.states import Why
+from datastates.lineage.views.text import by_rank, spread_text
 from tests.support.parts import BRANCH, run_job
 
 

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from datastates.lineage import Database
-from datastates.lineage.change import refs
-from datastates.lineage.search import walk
+from datastates.lineage.query import names, walk
 from tests.support import warm
 from tests.support.effort import effort
 
@@ -24,10 +23,10 @@ def test_nothing_is_lost_when_many_processes_record(empty_url: str, record_prope
     database = Database(empty_url, create=False)
     with database.read() as session:
         for name, report in reports.items():
-            head = refs.get(session, name).state
+            head = names.get(session, name).state
             assert [state.uid for state in walk.log(session, head)] == report["recorded"][name][::-1]
-        shared = walk.log(session, refs.get(session, "shared").state)
-        events = refs.reflog(session, "shared")
+        shared = walk.log(session, names.get(session, "shared").state)
+        events = names.reflog(session, "shared")
     database.close()
     assert len(shared) == PROCESSES * SHARED
     assert {state.uid for state in shared} == {uid for report in reports.values() for uid in report["recorded"]["shared"]}

@@ -6,10 +6,10 @@ import pytest
 
 from datastates.errors import SyntaxProblem
 from datastates.lineage import Database, Run
-from datastates.lineage.change import runs
+from datastates.lineage.query.fields import check_names, field_of, names, written
+from datastates.lineage.query.grammar import Field, Kind
 from datastates.lineage.schema import from_us
-from datastates.lineage.search.names import check_names, field_of, names, written
-from datastates.lineage.search.query import Field, Kind
+from datastates.lineage.write import runs
 from tests.lineage.conftest import Grow
 
 RUN = Run("a" * 24, "node7", "ann", 42, ("train.py",), None, None, {"lr": 0.1, "optimizer.beta": 0.9, "api_token": "***"}, {}, from_us(0))

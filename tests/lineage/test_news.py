@@ -10,11 +10,10 @@ from sqlalchemy import text
 
 from datastates import Unavailable
 from datastates.lineage import Database, NewState
-from datastates.lineage.change import record
 from datastates.lineage.chronicle import Mark
-from datastates.lineage.search.news import is_behind, news
-from datastates.lineage.search.settled import EVERYTHING, settled
-from datastates.opening import chronicle
+from datastates.lineage.query.news import EVERYTHING, is_behind, news, settled
+from datastates.lineage.write import record
+from datastates.maintenance import chronicle
 
 
 def told(database: Database, mark: Mark) -> Mark:
@@ -92,7 +91,7 @@ def test_a_reader_waits_for_no_writer_that_began_after_the_newest_rows(
             record.record(next_, new_state())
             now.rollback()
 
-        monkeypatch.setattr("datastates.lineage.search.settled.checkpoint", begin)
+        monkeypatch.setattr("datastates.lineage.query.news.checkpoint", begin)
         with database.write() as now:
             record.record(now, new_state())
             until = settled(database, timeout_s=2.0)

@@ -12,11 +12,11 @@ from hypothesis import given
 from sqlalchemy import insert
 
 from datastates.lineage import Database, Edge, EdgeKind, NewState
-from datastates.lineage.change import record
 from datastates.lineage.lookup import id_of, ids_of, uids_of
+from datastates.lineage.query import walk
+from datastates.lineage.query.walk import Topology, position, starts
 from datastates.lineage.schema import StateRow, table
-from datastates.lineage.search import order, walk
-from datastates.lineage.search.order import Topology, position, starts
+from datastates.lineage.write import record
 from tests.lineage.conftest import Grow
 
 
@@ -24,8 +24,8 @@ from tests.lineage.conftest import Grow
 def _any_length(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """What has long runs is looked at as what has none, what is long as what is short, and the other way round."""
     few, short = request.param
-    monkeypatch.setattr(order, "FEW", few)
-    monkeypatch.setattr(order, "SHORT", short)
+    monkeypatch.setattr(walk, "FEW", few)
+    monkeypatch.setattr(walk, "SHORT", short)
 
 
 def history(database: Database, topology: Topology, *heads: str) -> list[str]:

@@ -14,18 +14,18 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from datastates.content.root import root_digest
 from datastates.errors import Conflict, InvalidInput, NotFound
-from datastates.lineage import Database, Edge, EdgeKind, NewState, Run, State, Status
-from datastates.lineage.change import parts, refs, runs
-from datastates.lineage.change.parts import Telling, form_after, record_part, record_parts, waiting
-from datastates.lineage.change.record import evict, mark, record
-from datastates.lineage.change.reduction import reduced
-from datastates.lineage.search import pages, walk
-from datastates.lineage.search.holders import holder, replicas_of
-from datastates.lineage.search.outcomes import outcomes
-from datastates.lineage.show import stats
+from datastates.lineage import Database, Edge, EdgeKind, NewState, Run, State, Status, lookup
+from datastates.lineage.query import incomplete, names, pages, walk
+from datastates.lineage.query.incomplete import outcomes, waiting
+from datastates.lineage.query.names import holder, replicas_of
 from datastates.lineage.states import Why
+from datastates.lineage.views import detail
+from datastates.lineage.write import parts, runs
+from datastates.lineage.write.parts import Telling, form_after, record_part, record_parts
+from datastates.lineage.write.record import record, reduced
+from datastates.lineage.write.replicas import evict, mark
+from datastates.state.manifest import root_digest
 from tests.support.effort import examples
 
 Make = Callable[..., NewState]
@@ -55,7 +55,7 @@ def visible(database: Database, uid: str) -> bool:
     with database.read() as session:
         found = {state.uid for state in pages.find(session, "step >= 0").states}
         try:
-            walk.state(session, uid)
+            lookup.state(session, uid)
         except NotFound:
             assert uid not in found
             return False
@@ -80,8 +80,8 @@ def test_a_state_is_invisible_until_every_rank_reported(database: Database, new_
         (one,) = waiting(session)
         assert (one.uid, one.world_size, one.ranks) == (told[0].uid, 3, tuple(sorted(order[:-1])))
         assert (one.branch, one.step) == ("main", 5)
-        assert refs.refs(session) == []
-        assert stats.count(session).states == 0
+        assert names.refs(session) == []
+        assert detail.count(session).states == 0
 
     state = tell(database, told[order[-1]], order[-1])
 
@@ -94,7 +94,7 @@ def test_a_state_is_invisible_until_every_rank_reported(database: Database, new_
     assert (state.attributes, state.message, state.step) == ({"big": 2**64 - 1, "e": None}, "a\nb", 5)
     with database.read() as session:
         assert waiting(session) == []
-        assert refs.get(session, "main").state == state.uid
+        assert names.get(session, "main").state == state.uid
         assert [(each.rank, each.node, each.bytes) for each in replicas_of(session, state.uid)] == [
             (rank, f"node-{rank}", 10 + rank) for rank in range(3)
         ]
@@ -214,7 +214,7 @@ def skip(database: Database, new: NewState, rank: int, why: Why = Why.SKIPPED) -
 def log_of(database: Database, branch: str = "main") -> list[str]:
     """The uids of a branch, the oldest first."""
     with database.read() as session:
-        found = {ref.name: ref.state for ref in refs.refs(session)}
+        found = {ref.name: ref.state for ref in names.refs(session)}
         return [state.uid for state in walk.log(session, found[branch])][::-1] if branch in found else []
 
 
@@ -379,7 +379,7 @@ def test_ranks_that_report_at_the_same_moment_complete_every_state_once(database
     assert completed == [told[0].uid for told in uids]
     with database.read() as session:
         assert waiting(session) == []
-        assert refs.get(session, "main").state == uids[-1][0].uid
+        assert names.get(session, "main").state == uids[-1][0].uid
 
 
 def test_what_waits_for_a_run_that_died_is_removed(database: Database, new_state: Make) -> None:
@@ -393,7 +393,7 @@ def test_what_waits_for_a_run_that_died_is_removed(database: Database, new_state
         runs.recover(session, [dead], volatile=["memory"])
     with database.read() as session:
         assert [each.uid for each in waiting(session)] == [kept[0].uid]
-        assert walk.state(session, whole[0].uid).status is Status.LOST, "one of its parts was in the memory of the dead run"
+        assert lookup.state(session, whole[0].uid).status is Status.LOST, "one of its parts was in the memory of the dead run"
     assert not visible(database, lost[0].uid)
 
 
@@ -402,7 +402,7 @@ def told_by(database: Database, new: NewState, rank: int, run: str) -> State | N
     return tell(database, replace(new, facts=replace(new.facts, run=run), node=holder("host", run)), rank)
 
 
-def end(database: Database, run: str) -> list[parts.Waiting]:
+def end(database: Database, run: str) -> list[incomplete.Waiting]:
     with database.write() as session:
         return runs.finish(session, run, volatile=["memory"])
 

@@ -11,9 +11,9 @@ import networkx as nx
 import pytest
 
 from datastates.lineage import Database, Edge, EdgeKind, NewState, Status
-from datastates.lineage.change import record
 from datastates.lineage.lookup import ids_of
-from datastates.lineage.search.path import metric_along, path_ids, restorable_along
+from datastates.lineage.query.walk import metric_along, path_ids, restorable_along
+from datastates.lineage.write import record
 from tests.support.effort import seeds
 
 Make = Callable[..., NewState]

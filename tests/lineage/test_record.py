@@ -12,11 +12,12 @@ import pytest
 from sqlalchemy import select, text
 
 from datastates.errors import Conflict, InvalidInput, NotFound
-from datastates.lineage import Database, Edge, EdgeKind, NewState, Ref, RefKind, State, Status
-from datastates.lineage.change import refs
-from datastates.lineage.change.record import evict, mark, record
+from datastates.lineage import Database, Edge, EdgeKind, NewState, Ref, RefKind, State, Status, lookup
+from datastates.lineage.query import names
 from datastates.lineage.schema import Base, ReplicaRow, StateRow
-from datastates.lineage.search import walk
+from datastates.lineage.write import refs
+from datastates.lineage.write.record import record
+from datastates.lineage.write.replicas import evict, mark
 
 Make = Callable[..., NewState]
 Grow = Callable[..., State]
@@ -32,7 +33,7 @@ def count_rows(database: Database) -> dict[str, int]:
 
 def read_state(database: Database, uid: str) -> State:
     with database.read() as session:
-        return walk.state(session, uid)
+        return lookup.state(session, uid)
 
 
 def replicas(database: Database, uid: str) -> set[tuple[int, str, str, int]]:
@@ -87,8 +88,8 @@ def test_a_capture_makes_its_branch_and_moves_it(database: Database, grow: Grow)
     first = grow(branch="main")
     second = grow(first, branch="main")
     with database.read() as session:
-        assert refs.get(session, "main") == Ref("main", RefKind.BRANCH, second.uid, 2)
-        events = [(event.old, event.new, event.reason) for event in refs.reflog(session, "main")]
+        assert names.get(session, "main") == Ref("main", RefKind.BRANCH, second.uid, 2)
+        events = [(event.old, event.new, event.reason) for event in names.reflog(session, "main")]
     assert events == [(first.uid, second.uid, "capture"), (None, first.uid, "capture")]
 
 
@@ -96,14 +97,14 @@ def test_a_new_branch_forks_where_its_parent_is(database: Database, grow: Grow) 
     trunk = grow(branch="main", count=3)
     fork = grow(trunk, branch="fork")
     with database.read() as session:
-        assert {ref.name: ref.state for ref in refs.refs(session)} == {"main": trunk.uid, "fork": fork.uid}
+        assert {ref.name: ref.state for ref in names.refs(session)} == {"main": trunk.uid, "fork": fork.uid}
 
 
 def test_a_state_without_a_branch_moves_none(database: Database, grow: Grow) -> None:
     trunk = grow(branch="main")
     grow(trunk)
     with database.read() as session:
-        assert [ref.state for ref in refs.refs(session)] == [trunk.uid]
+        assert [ref.state for ref in names.refs(session)] == [trunk.uid]
 
 
 @pytest.mark.parametrize("stale", [True, False])

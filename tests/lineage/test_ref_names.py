@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 
 from datastates.lineage import Database, State
-from datastates.lineage.change import refs
-from datastates.lineage.show import names as of_states
-from datastates.lineage.show.names import Names, names
+from datastates.lineage.views import branch_rows
+from datastates.lineage.views.branch_rows import Names, names
+from datastates.lineage.write import refs
 from tests.lineage.conftest import Grow
 from tests.support.effort import seeds
 
@@ -23,7 +23,7 @@ def read(database: Database, old: Names | None = None) -> Names:
 @pytest.mark.parametrize("few", [1, 100])
 @pytest.mark.parametrize("seed", seeds(4))
 def test_what_changed_is_read_again(database: Database, grow: Grow, seed: int, few: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(of_states, "_FEW", few)
+    monkeypatch.setattr(branch_rows, "_FEW", few)
     rng, tips = random.Random(seed), {"main": grow(branch="main", count=3)}
     states, tags = [*tips.values()], dict[str, State]()
     known = read(database)
@@ -49,7 +49,7 @@ def change(
         elif kind in ("move", "delete") and tags:
             name = rng.choice(sorted(tags))
             if kind == "delete":
-                refs.delete(session, name)
+                refs.delete_ref(session, name)
                 del tags[name]
             else:
                 to = rng.choice(states)
@@ -57,7 +57,7 @@ def change(
                 tags[name] = to
         elif kind == "again" and tags:  # the same name, at another state
             name = rng.choice(sorted(tags))
-            refs.delete(session, name)
+            refs.delete_ref(session, name)
             tags[name] = rng.choice(states)
             refs.tag(session, name, tags[name].uid)
     if kind in ("capture", "fork"):

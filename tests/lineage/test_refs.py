@@ -13,14 +13,15 @@ from hypothesis import strategies as st
 
 from datastates.errors import Conflict, InvalidInput, NotFound
 from datastates.lineage import Database, Ref, RefKind, State
-from datastates.lineage.change import refs
+from datastates.lineage.query import names
+from datastates.lineage.write import refs
 
 Grow = Callable[..., State]
 
 
 def events(database: Database, name: str) -> list[tuple[str | None, str | None, str]]:
     with database.read() as session:
-        return [(event.old, event.new, event.reason) for event in refs.reflog(session, name)]
+        return [(event.old, event.new, event.reason) for event in names.reflog(session, name)]
 
 
 def test_a_tag_and_a_branch_name_states(database: Database, grow: Grow) -> None:
@@ -29,10 +30,10 @@ def test_a_tag_and_a_branch_name_states(database: Database, grow: Grow) -> None:
         assert refs.tag(session, "v1", first.uid, message="warm") == Ref("v1", RefKind.TAG, first.uid, 1, "warm")
         assert refs.branch(session, "fork", second.uid) == Ref("fork", RefKind.BRANCH, second.uid, 1)
     with database.read() as session:
-        tag, fork = refs.get(session, "v1"), refs.get(session, "fork")
+        tag, fork = names.get(session, "v1"), names.get(session, "fork")
         assert (tag.state, tag.kind, tag.message, fork.state, fork.kind) == (first.uid, RefKind.TAG, "warm", second.uid, RefKind.BRANCH)
-        assert refs.refs(session) == [fork, tag]
-        assert (refs.refs(session, RefKind.TAG), refs.refs(session, RefKind.BRANCH)) == ([tag], [fork])
+        assert names.refs(session) == [fork, tag]
+        assert (names.refs(session, RefKind.TAG), names.refs(session, RefKind.BRANCH)) == ([tag], [fork])
 
 
 @pytest.mark.parametrize("make", [refs.tag, refs.branch])
@@ -69,9 +70,9 @@ def test_a_deleted_ref_leaves_its_log_and_frees_its_name(database: Database, gro
     state = grow()
     with database.write() as session:
         refs.tag(session, "v1", state.uid)
-        assert refs.delete(session, "v1").state == state.uid
+        assert refs.delete_ref(session, "v1").state == state.uid
     with pytest.raises(NotFound), database.read() as session:
-        refs.get(session, "v1")
+        names.get(session, "v1")
     with database.write() as session:
         refs.branch(session, "v1", state.uid)
     assert events(database, "v1") == [(None, state.uid, "branch"), (state.uid, None, "delete"), (None, state.uid, "tag")]
@@ -84,7 +85,7 @@ def test_the_reflog_is_newest_first_dated_and_limited(database: Database, grow: 
         for old, new in itertools.pairwise(states):
             refs.move(session, "main", new.uid, expected=old.uid)
     with database.read() as session:
-        log = refs.reflog(session, "main", limit=2)
+        log = names.reflog(session, "main", limit=2)
     assert [event.new for event in log] == [states[4].uid, states[3].uid]
     assert log[0].id > log[1].id
     assert datetime.now(UTC) - log[0].created_at < timedelta(minutes=5)
@@ -95,7 +96,7 @@ def test_every_change_of_a_ref_grows_the_last_event(database: Database, grow: Gr
 
     def look() -> None:
         with database.read() as session:
-            seen.append(refs.last_event(session))
+            seen.append(names.last_event(session))
 
     look()
     first = grow(branch="main")
@@ -109,7 +110,7 @@ def test_every_change_of_a_ref_grows_the_last_event(database: Database, grow: Gr
     assert seen[0] < seen[1] < seen[2] == seen[3]
 
 
-@pytest.mark.parametrize("look", [refs.get, refs.delete, refs.reflog])
+@pytest.mark.parametrize("look", [names.get, refs.delete_ref, names.reflog])
 def test_an_unknown_name_lists_close_ones(database: Database, grow: Grow, look: Callable[..., object]) -> None:
     state = grow(branch="without-3")
     with database.write() as session:
@@ -183,7 +184,7 @@ def test_a_bad_name_makes_no_ref(database: Database, grow: Grow, make: Callable[
     with pytest.raises(InvalidInput), database.write() as session:
         make(session, "a b", state.uid)
     with database.read() as session:
-        assert refs.refs(session) == []
+        assert names.refs(session) == []
 
 
 def test_a_close_name_is_found_among_many_and_few_are_compared(database: Database, grow: Grow, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,15 +194,15 @@ def test_a_close_name_is_found_among_many_and_few_are_compared(database: Databas
         for number in range(40):
             refs.tag(session, f"tag-{number:02}", state.uid)
         refs.branch(session, "zulu", newest.uid)
-    monkeypatch.setattr("datastates.lineage.search.refs._NEAR", 3)
+    monkeypatch.setattr("datastates.lineage.query.names._NEAR", 3)
     with database.read() as session:
         with pytest.raises(NotFound, match=r"did you mean 'tag-2[01]'"):
-            refs.get(session, "tag-20x")
+            names.get(session, "tag-20x")
         with pytest.raises(NotFound, match="did you mean 'main'"):
-            refs.get(session, "maim")
-        assert len(refs.near(session, "tag-20x")) <= 9
-        assert refs.near(session, "zul", RefKind.BRANCH) == ["main", "zulu"]
-        assert refs.find(session, "tag-20x") is None
+            names.get(session, "maim")
+        assert len(names.near(session, "tag-20x")) <= 9
+        assert names.near(session, "zul", RefKind.BRANCH) == ["main", "zulu"]
+        assert names.find(session, "tag-20x") is None
 
 
 def test_refs_that_moved_after_a_line_of_the_reflog(database: Database, grow: Grow) -> None:
@@ -210,9 +211,9 @@ def test_refs_that_moved_after_a_line_of_the_reflog(database: Database, grow: Gr
         refs.tag(session, "stays", first.uid)
         refs.tag(session, "goes", first.uid)
     with database.write() as session:
-        before = refs.last_event(session)
-        refs.delete(session, "goes")
+        before = names.last_event(session)
+        refs.delete_ref(session, "goes")
         made = refs.branch(session, "made", second.uid)
     with database.read() as session:
-        assert refs.moved(session, before) == {"goes": None, "made": made}
-        assert refs.moved(session, -1).keys() == {"stays", "made"}
+        assert names.moved(session, before) == {"goes": None, "made": made}
+        assert names.moved(session, -1).keys() == {"stays", "made"}

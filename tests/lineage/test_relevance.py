@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from datastates.lineage.show.goals import direction_of
-from datastates.lineage.show.relevance import by_relevance
+from datastates.lineage.views.text import by_relevance, direction_of
 from tests.support.effort import ROOT
 
 TABLE: dict[str, Any] = json.loads((ROOT / "api" / "ui" / "src" / "lib" / "relevance.test.json").read_text(encoding="utf-8"))

@@ -14,13 +14,13 @@ from sqlalchemy import Connection, event, select
 
 from datastates.errors import Conflict
 from datastates.lineage import Database, NewState, State, StateFacts, Status
-from datastates.lineage.change import refs
-from datastates.lineage.change.record import mark, record
-from datastates.lineage.change.withdraw import check_withdrawal
 from datastates.lineage.lookup import id_of
+from datastates.lineage.query import names, retained, revision
 from datastates.lineage.schema import StateRow, table
-from datastates.lineage.search import retained, revision
 from datastates.lineage.states import Edge, EdgeKind, RefKind
+from datastates.lineage.write import refs
+from datastates.lineage.write.record import record
+from datastates.lineage.write.replicas import check_withdrawal, mark
 from tests.lineage.conftest import on_one_database
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ def by_walking(session: Session, held: set[int]) -> dict[str, int | None]:
     """Each name, with the nearest first parent that is held, one name after the other."""
     parents = dict(session.execute(select(table(StateRow).c.id, table(StateRow).c.parent_id)).all())
     found: dict[str, int | None] = {}
-    for ref in refs.refs(session):
+    for ref in names.refs(session):
         at: int | None = id_of(session, ref.state)
         while at is not None and at not in held:
             at = parents[at]
@@ -115,7 +115,7 @@ def test_walks_that_meet_find_what_each_alone_would(forest: Database, page: int,
             if not why.endswith("forks here"):
                 assert {walked[name] for name in walked if repr(name) in why} == {at}
         assert retained.leading(session, held, **HERE) == {at for at in counted if at in held}
-        heads = {ref.name: id_of(session, ref.state) for ref in refs.refs(session, RefKind.BRANCH)}
+        heads = {ref.name: id_of(session, ref.state) for ref in names.refs(session, RefKind.BRANCH)}
         one_by_one = {at: revision.best_id(session, at, "loss", is_max=False) for at in heads.values()}
         most = {at: revision.best_id(session, at, "loss", is_max=True) for at in heads.values()}
     best = retained.best_on_the_way(forest, heads.values(), "loss", is_max=False)

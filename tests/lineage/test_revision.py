@@ -13,8 +13,8 @@ from sqlalchemy import select
 
 from datastates.errors import Ambiguous, DatastatesError, NotFound, SyntaxProblem
 from datastates.lineage import Database, State
-from datastates.lineage.change import record, refs
-from datastates.lineage.search.revision import resolve, resolve_range
+from datastates.lineage.query.revision import resolve, resolve_range
+from datastates.lineage.write import record, refs
 from tests.lineage.conftest import Grow, on_one_database
 from tests.lineage.looking import nth_ancestor
 from tests.lineage.oracle import METRICS, NOW, START, Lineage
@@ -135,7 +135,7 @@ def test_reflog_says_where_a_ref_stood(database: Database) -> None:
 def test_reflog_outlives_its_ref(database: Database, grow: Grow) -> None:
     head = grow(branch="gone", count=2)
     with database.write() as session:
-        refs.delete(session, "gone")
+        refs.delete_ref(session, "gone")
     with database.read() as session:
         with pytest.raises(NotFound, match="was deleted at"):
             resolve(session, "gone@{0}")

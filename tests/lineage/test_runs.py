@@ -12,11 +12,11 @@ import pytest
 from sqlalchemy import text
 
 from datastates.errors import Conflict, NotFound
-from datastates.lineage import Database, Recovered, Run, State, Status
-from datastates.lineage.change import refs, runs
-from datastates.lineage.change.record import evict, mark
-from datastates.lineage.search import walk
-from datastates.store.tiers import VOLATILE
+from datastates.lineage import Database, Recovered, Run, State, Status, lookup
+from datastates.lineage.query import names, walk
+from datastates.lineage.write import refs, runs
+from datastates.lineage.write.replicas import evict, mark
+from datastates.storage.tiers import VOLATILE
 
 Grow = Callable[..., State]
 STARTED = datetime(2026, 5, 4, 3, 2, 1, 999999, tzinfo=UTC)
@@ -54,14 +54,14 @@ def recover(database: Database, *dead: Run) -> list[Recovered]:
 
 def statuses(database: Database, *states: State) -> list[Status]:
     with database.read() as session:
-        return [state.status for state in walk.states(session, [state.uid for state in states])]
+        return [state.status for state in lookup.states(session, [state.uid for state in states])]
 
 
 def test_a_run_comes_back_as_it_started(database: Database, run: Run, grow: Grow) -> None:
     state = grow(run=run.uid)
     with database.read() as session:
         assert runs.get(session, run.uid) == run
-        assert walk.state(session, state.uid).run == run.uid
+        assert lookup.state(session, state.uid).run == run.uid
 
 
 def test_a_setting_may_be_a_text_of_any_length(database: Database) -> None:
@@ -120,8 +120,8 @@ def test_states_in_the_memory_of_a_dead_run_are_lost_and_its_branch_goes_back(da
     assert recover(database, run) == [Recovered("main", head.uid, kept.uid)]
     assert statuses(database, kept, lost, head) == [Status.DURABLE, Status.LOST, Status.LOST]
     with database.read() as session:
-        assert refs.get(session, "main").state == kept.uid
-        event = refs.reflog(session, "main")[0]
+        assert names.get(session, "main").state == kept.uid
+        event = names.reflog(session, "main")[0]
         assert (event.old, event.new) == (head.uid, kept.uid)
         assert event.reason == f"recover: {head.uid} is lost, went back to the newest restorable state"
         assert runs.get(session, run.uid).finished_at is not None
@@ -136,7 +136,7 @@ def test_recovering_again_changes_nothing(database: Database, run: Run, grow: Gr
     assert recover(database, run) == []
     assert recover(database) == []
     with database.read() as session:
-        assert len(refs.reflog(session, "main")) == 3
+        assert len(names.reflog(session, "main")) == 3
 
 
 def test_no_replica_in_the_memory_of_a_dead_run_remains(database: Database, run: Run, grow: Grow) -> None:
@@ -166,8 +166,8 @@ def test_a_branch_with_nothing_left_to_go_back_to_is_deleted_and_tags_stay(datab
     assert recover(database, run) == [Recovered("main", head.uid, None)]
     assert recover(database, run) == []
     with database.read() as session:
-        assert {ref.name: ref.state for ref in refs.refs(session)} == {"v1": head.uid}
-        event = refs.reflog(session, "main")[0]
+        assert {ref.name: ref.state for ref in names.refs(session)} == {"v1": head.uid}
+        event = names.reflog(session, "main")[0]
     assert (event.old, event.new) == (head.uid, None)
     assert event.reason == f"recover: {head.uid} is lost, no ancestor can be restored, deleted"
 
@@ -177,7 +177,7 @@ def test_a_name_that_recovery_deleted_can_begin_again(database: Database, run: R
     recover(database, run)
     again = grow(branch="main")
     with database.read() as session:
-        assert refs.get(session, "main").state == again.uid
+        assert names.get(session, "main").state == again.uid
 
 
 def test_a_branch_whose_head_was_evicted_goes_back_across_runs(database: Database, run: Run, grow: Grow) -> None:
@@ -188,6 +188,6 @@ def test_a_branch_whose_head_was_evicted_goes_back_across_runs(database: Databas
         evict(session, [state.uid for state in walk.log(session, head.uid, limit=40)], tier="memory", node="")
     assert recover(database, run) == [Recovered("fork", forked.uid, base.uid), Recovered("main", head.uid, base.uid)]
     with database.read() as session:
-        assert [event.reason for event in refs.reflog(session, "main", limit=1)] == [
+        assert [event.reason for event in names.reflog(session, "main", limit=1)] == [
             f"recover: {head.uid} is evicted, went back to the newest restorable state"
         ]

@@ -17,9 +17,8 @@ from sqlalchemy import event, select
 
 from datastates.errors import DatastatesError, InvalidInput, NotFound, SyntaxProblem
 from datastates.lineage import Database, Run, State, Status
-from datastates.lineage.search import pages as search
-from datastates.lineage.search.pages import find, find_all
-from datastates.lineage.search.query import (
+from datastates.lineage.query import pages
+from datastates.lineage.query.grammar import (
     Ago,
     AllOf,
     Among,
@@ -36,6 +35,7 @@ from datastates.lineage.search.query import (
     Value,
     parse_query,
 )
+from datastates.lineage.query.pages import find, find_all
 from tests.lineage.conftest import Grow, on_one_database
 from tests.lineage.oracle import ATTRIBUTES, LARGE, METRICS, NOW, NUMBERS, START, TEXTS, Lineage
 from tests.lineage.oracle import grow as grow_lineage
@@ -277,7 +277,7 @@ def test_random_queries_find_what_brute_force_finds_through_every_cursor(databas
 
 @pytest.mark.parametrize("selective", [0, 2])
 def test_every_plan_finds_the_same(database: Database, monkeypatch: pytest.MonkeyPatch, selective: int) -> None:
-    monkeypatch.setattr("datastates.lineage.search.pages.SELECTIVE", selective)  # so few that indexes are read in order
+    monkeypatch.setattr("datastates.lineage.query.pages.SELECTIVE", selective)  # so few that indexes are read in order
     lineage = grow_lineage(database, 99)
 
     @settings(max_examples=examples(40))
@@ -356,7 +356,7 @@ def test_states_recorded_between_pages_shift_nothing(database: Database, grow: G
 
 @pytest.mark.parametrize("limit", [None, 1, 2, 7, 8, 9])
 def test_all_are_found_though_pages_are_short(database: Database, grow: Grow, monkeypatch: pytest.MonkeyPatch, limit: int | None) -> None:
-    monkeypatch.setattr(search, "_PAGE_MAX", 3)
+    monkeypatch.setattr(pages, "_PAGE_MAX", 3)
     grow(branch="main", count=8)
     text = "order by step desc" + (f" limit {limit}" if limit else "")
     with database.read() as session:
@@ -415,7 +415,7 @@ def test_a_cursor_that_was_made_up_leads_no_further_than_the_query(database: Dat
 def _made_up(place: object, text: str) -> str:
     """What anybody can make who reads the source."""
     body = msgspec.msgpack.encode(place)
-    return base64.urlsafe_b64encode(search._digest(body, text) + body).decode().rstrip("=")
+    return base64.urlsafe_b64encode(pages._digest(body, text) + body).decode().rstrip("=")
 
 
 def test_a_cursor_that_was_changed_is_refused(database: Database, grow: Grow) -> None:
@@ -578,7 +578,7 @@ def _plan(database: Database, text: str, selective: int) -> list[str]:
         asked.append((statement, parameters))
 
     with pytest.MonkeyPatch.context() as patch, database.read() as session:
-        patch.setattr("datastates.lineage.search.pages.SELECTIVE", selective)
+        patch.setattr("datastates.lineage.query.pages.SELECTIVE", selective)
         event.listen(session.get_bind(), "before_cursor_execute", listen)
         try:
             find(session, text)

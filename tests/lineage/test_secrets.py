@@ -9,9 +9,9 @@ from sqlalchemy import text
 
 from datastates.errors import DatastatesError, SyntaxProblem
 from datastates.lineage import Database, Run
-from datastates.lineage.change import runs
-from datastates.lineage.search import pages as search
-from datastates.lineage.states import Value
+from datastates.lineage.query import pages
+from datastates.lineage.write import runs
+from datastates.values import Value
 
 SECRET = "hunter22hunter22"
 ARGV = ("train.py", "--token", SECRET, f"--password={SECRET}", f"WANDB_API_KEY={SECRET}", f"postgresql://me:{SECRET}@db/x", "--lr", "0.1")
@@ -58,7 +58,7 @@ def test_secrets_are_not_recorded(database: Database) -> None:
 @pytest.mark.parametrize("asked", ["config.db.password ~ 'h'", "config.hf_token = 'x'", "order by config.hf_token"])
 def test_a_search_does_not_ask_for_secrets(database: Database, asked: str) -> None:
     with database.read() as session, pytest.raises(SyntaxProblem, match="names a secret"):
-        search.find(session, asked)
+        pages.find(session, asked)
 
 
 @pytest.mark.parametrize(

@@ -16,13 +16,13 @@ from sqlalchemy import select
 
 from datastates.errors import Conflict
 from datastates.lineage import Database, Run, Status
-from datastates.lineage.change import annotate, record, refs, runs
 from datastates.lineage.database import undeterred
 from datastates.lineage.lookup import id_of
+from datastates.lineage.query import names
+from datastates.lineage.query.curves import curve, outline
 from datastates.lineage.schema import MetricRow, RefRow, SegmentRow, StateRow, StretchRow, table
-from datastates.lineage.search.outline import outline
-from datastates.lineage.search.series import curve
-from datastates.lineage.tally import PLACES, STATES, WHOLE, Tally, place_of
+from datastates.lineage.states import PLACES, STATES, WHOLE, Tally, place_of
+from datastates.lineage.write import record, refs, runs
 from tests.lineage.oracle import START
 from tests.support.effort import seeds
 from tests.support.lineages import told
@@ -91,13 +91,13 @@ class Story:
         if self.heads:
             name = self.rng.choice(sorted(self.heads))
             with self.database.write() as session:
-                refs.delete(session, name)
+                refs.delete_ref(session, name)
             del self.heads[name]
 
     def recover(self) -> None:
         with self.database.write() as session:
             runs.recover(session, [self.run.uid], volatile=["memory"])
-            self.heads = {ref.name: ref.state for ref in refs.refs(session)}
+            self.heads = {ref.name: ref.state for ref in names.refs(session)}
 
     def rename(self) -> None:
         if self.heads and "renamed" not in self.heads:
@@ -110,7 +110,7 @@ class Story:
         for uid in self.rng.choices(self.uids, k=5) if self.uids else ():
             metrics = {key: self.rng.choice(NUMBERS) for key in ("acc", "late")}
             with self.database.write() as session:
-                annotate.measure(session, uid, metrics, author="me", is_replacing=True)
+                refs.measure(session, uid, metrics, author="me", is_replacing=True)
 
     def go_on(self) -> None:
         acts = [self.capture] * 5 + [
@@ -249,11 +249,11 @@ def test_summaries_are_right_while_other_processes_change_branches_and_metrics(d
         own.close()
 
     def measure(session: Session, rng: random.Random, number: int) -> None:
-        annotate.measure(session, rng.choice(uids), {"loss": number, "late": rng.random()}, author="me", is_replacing=True)
+        refs.measure(session, rng.choice(uids), {"loss": number, "late": rng.random()}, author="me", is_replacing=True)
 
     def twig(session: Session, rng: random.Random, number: int) -> None:
         if number % 2:
-            refs.delete(session, "twig")
+            refs.delete_ref(session, "twig")
         else:
             refs.branch(session, "twig", rng.choice(uids))
 

@@ -10,9 +10,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from datastates.lineage import Database, Edge, EdgeKind, NewState, State
-from datastates.lineage.change import record
 from datastates.lineage.lookup import ids_of
-from datastates.lineage.search.series import Curve, Parting, curve, partings
+from datastates.lineage.query.curves import Curve, Parting, curve, partings
+from datastates.lineage.write import record
 from tests.lineage.conftest import Grow
 from tests.support.effort import examples
 

@@ -8,9 +8,8 @@ from array import array
 from hypothesis import given
 from hypothesis import strategies as st
 
-from datastates.lineage.search.order import Topology
-from datastates.lineage.show.drawing import draw_nodes
-from datastates.lineage.show.skeleton import Skeleton, opened, owners, skeleton
+from datastates.lineage.query.walk import Topology
+from datastates.lineage.views.graph import Skeleton, draw_nodes, opened, owners, skeleton
 from tests.lineage.test_drawing import Parents, graphs, heads_of, topology_of
 
 

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, multiple, rule, run_state_machine_as_test
 
 from datastates.errors import Conflict, DatastatesError, NotFound
-from datastates.lineage import Database, Edge, EdgeKind, RefKind
-from datastates.lineage.change import record, refs
+from datastates.lineage import Database, Edge, EdgeKind, RefKind, lookup
+from datastates.lineage.query import names, walk
 from datastates.lineage.schema import Base
-from datastates.lineage.search import walk
+from datastates.lineage.write import record, refs
 from tests.lineage.looking import nth_ancestor
 from tests.support.effort import examples
 from tests.support.lineages import told
@@ -95,7 +95,7 @@ class Machine(RuleBasedStateMachine):
         if branch is not None:
             self.model.set_ref(branch, RefKind.BRANCH, new.uid, "capture")
         with self.database.read() as session:
-            assert walk.state(session, new.uid) == recorded
+            assert lookup.state(session, new.uid) == recorded
         return [new.uid]
 
     @rule(name=NAMES, uid=states, kind=st.sampled_from(RefKind))
@@ -125,10 +125,10 @@ class Machine(RuleBasedStateMachine):
     @rule(name=NAMES)
     def delete(self, name: str) -> None:
         if name not in self.model.refs:
-            self.fails(NotFound, lambda session: refs.delete(session, name))
+            self.fails(NotFound, lambda session: refs.delete_ref(session, name))
             return
         with self.database.write() as session:
-            refs.delete(session, name)
+            refs.delete_ref(session, name)
         kind, at, _ = self.model.refs.pop(name)
         self.model.events.append((name, kind, at, None, "delete"))
 
@@ -148,7 +148,7 @@ class Machine(RuleBasedStateMachine):
             base = walk.merge_base(session, a, b)
             assert (None if base is None else base.uid) == next(iter(model.newest_first((above_a | {a}) & (above_b | {b}))), None)
             at: str | None = a
-            for n in range(walk.state(session, a).generation + 1):
+            for n in range(lookup.state(session, a).generation + 1):
                 assert at == nth_ancestor(session, a, n).uid
                 at = model.first[at]
             assert at is None
@@ -156,12 +156,12 @@ class Machine(RuleBasedStateMachine):
     @invariant()
     def refs_agree(self) -> None:
         with self.database.read() as session:
-            assert {ref.name: (ref.kind, ref.state, ref.version) for ref in refs.refs(session)} == self.model.refs
+            assert {ref.name: (ref.kind, ref.state, ref.version) for ref in names.refs(session)} == self.model.refs
 
     def teardown(self) -> None:
         with self.database.read() as session:
             for name in {event[0] for event in self.model.events}:
-                log = [(event.name, event.kind, event.old, event.new, event.reason) for event in refs.reflog(session, name)]
+                log = [(event.name, event.kind, event.old, event.new, event.reason) for event in names.reflog(session, name)]
                 assert log == [event for event in reversed(self.model.events) if event[0] == name]
 
 

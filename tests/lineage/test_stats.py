@@ -7,9 +7,9 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 
 from datastates.lineage import Database, NewState, Run, Status
-from datastates.lineage.change import record, refs, runs
-from datastates.lineage.show import stats
-from datastates.lineage.show.stats import KeyStats
+from datastates.lineage.views import detail
+from datastates.lineage.views.detail import KeyStats
+from datastates.lineage.write import record, refs, replicas, runs
 
 
 def test_everything_is_counted(database: Database, new_state: Callable[..., NewState]) -> None:
@@ -21,9 +21,9 @@ def test_everything_is_counted(database: Database, new_state: Callable[..., NewS
         for new in (first, second):
             record.record(session, new)
         refs.tag(session, "warm", first.uid)
-        record.mark(session, second.uid, Status.DURABLE, rank=0, tier="local", node="n", bytes=5)
+        replicas.mark(session, second.uid, Status.DURABLE, rank=0, tier="local", node="n", bytes=5)
     with database.read() as session:
-        found, newest = stats.count(session), stats.newest(session)
+        found, newest = detail.count(session), detail.newest_stats(session)
 
     assert (found.states, found.statuses, found.branches, found.tags, found.runs) == (2, {"captured": 1, "durable": 1}, 1, 1, 1)
     assert found.metrics == (KeyStats("B", 1, math.inf, math.inf), KeyStats("loss", 2, 2.0, 2.0))
@@ -35,7 +35,7 @@ def test_everything_is_counted(database: Database, new_state: Callable[..., NewS
 
 def test_nothing_is_counted_too(database: Database) -> None:
     with database.read() as session:
-        found, newest = stats.count(session), stats.newest(session)
+        found, newest = detail.count(session), detail.newest_stats(session)
 
     assert (found.states, found.statuses, found.metrics, found.attributes, found.config) == (0, {}, (), (), ())
     assert newest is None

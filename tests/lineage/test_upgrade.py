@@ -12,10 +12,10 @@ import pytest
 from sqlalchemy import create_engine, text
 
 from datastates.lineage import Database, NewState, State
-from datastates.lineage.change import record, refs
 from datastates.lineage.migrations import HEAD
-from datastates.lineage.search import walk
-from datastates.lineage.show import overview
+from datastates.lineage.query import walk
+from datastates.lineage.views import branches
+from datastates.lineage.write import record, refs
 from tests.support import revisions, warm
 from tests.support.at_once import errors_of
 from tests.support.effort import part
@@ -102,7 +102,7 @@ class Old:
             database = Database(self.url, create=False)
         with database.read() as session:
             assert walk.log(session, self.states[-1].uid) == self.states[::-1]
-            found = {each.name: (each.states, each.last and each.last.value) for each in overview.branches(session, metric="loss")}
+            found = {each.name: (each.states, each.last and each.last.value) for each in branches.branches(session, metric="loss")}
             assert session.execute(text("SELECT count(*) FROM state WHERE mood LIKE 'good %'")).scalar_one() == STATES
         database.close()
         assert found == {"main": (STATES, 1 / STATES), "side": (0, 1 / (STATES // 2 + 1))}

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from datastates.lineage import Database, Edge, EdgeKind, NewState, State, Status
-from datastates.lineage.change import record, refs
-from datastates.lineage.show.lanes import draw, lanes
-from datastates.lineage.show.view import graph
+from datastates.lineage.views.detail import graph
+from datastates.lineage.views.graph import draw, lanes
+from datastates.lineage.write import record, refs
 
 
 def state(uid: str, *parents: str) -> State:

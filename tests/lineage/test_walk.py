@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from sqlalchemy import event
 
 from datastates.errors import Ambiguous, InvalidInput, NotFound
-from datastates.lineage import Database, Edge, EdgeKind, NewState, State, Status
-from datastates.lineage.change import record
-from datastates.lineage.search import walk
+from datastates.lineage import Database, Edge, EdgeKind, NewState, State, Status, lookup
+from datastates.lineage.query import walk
+from datastates.lineage.write import record
 from tests.lineage.looking import by_prefix, nth_ancestor
 from tests.support.effort import examples
 
@@ -57,19 +57,19 @@ def uids(states: list[State]) -> list[str]:
 def test_states_come_in_the_order_asked_in_a_few_queries(database: Database, chain: list[str]) -> None:
     asked = random.Random(1).choices(chain, k=900)
     with database.read() as session, counted(database) as statements:
-        assert uids(walk.states(session, asked)) == asked
-        assert walk.states(session, []) == []
+        assert uids(lookup.states(session, asked)) == asked
+        assert lookup.states(session, []) == []
     assert len(statements) == 5
 
 
 def test_an_unknown_state_is_named(database: Database, chain: list[str]) -> None:
     with database.read() as session:
         with pytest.raises(NotFound, match=r"no state 'x'"):
-            walk.state(session, "x")
+            lookup.state(session, "x")
         with pytest.raises(NotFound, match=r"no state 'x'"):
-            walk.states(session, [chain[0], "x"])
+            lookup.states(session, [chain[0], "x"])
         with pytest.raises(NotFound, match=r"no state with row id 9999"):
-            walk.states(session, [1, 9999])
+            lookup.states(session, [1, 9999])
         for function in (walk.log, walk.ancestors, walk.descendants, walk.children, walk.nearest_restorable):
             with pytest.raises(NotFound, match=r"no state 'x'"):
                 function(session, "x")
@@ -136,7 +136,7 @@ def test_the_nth_ancestor_is_one_statement_away(database: Database, chain: list[
 
 def test_ancestry_along_first_parents_takes_few_statements(database: Database, chain: list[str], grow: Grow) -> None:
     with database.read() as session:
-        trunk = walk.state(session, chain[400])
+        trunk = lookup.state(session, chain[400])
     fork = grow(trunk, count=90)
     with database.read() as session, counted(database) as statements:
         assert walk.is_ancestor(session, chain[3], chain[-1])
@@ -169,7 +169,7 @@ def test_children_come_through_first_and_further_parents_once(database: Database
 
 def test_limited_descendants_are_the_nearest(database: Database, chain: list[str], grow: Grow) -> None:
     with database.read() as session:
-        root = walk.state(session, chain[0])
+        root = lookup.state(session, chain[0])
         assert uids(walk.descendants(session, chain[0])) == chain[1:]
         assert uids(walk.descendants(session, chain[0], limit=4)) == chain[1:5]
         assert walk.descendants(session, chain[-1]) == []

@@ -6,13 +6,12 @@ import pytest
 
 from datastates.errors import Conflict, NotFound, Unsupported
 from datastates.lineage import Database, Status
-from datastates.lineage.change import record, refs
-from datastates.lineage.change.withdraw import withdraw, withdraw_all
-from datastates.lineage.lookup import ids_of
-from datastates.lineage.search import retained
-from datastates.lineage.search.holders import holder, replicas_of
-from datastates.lineage.search.walk import state
-from datastates.store.tiers import VOLATILE
+from datastates.lineage.lookup import ids_of, state
+from datastates.lineage.query import retained
+from datastates.lineage.query.names import holder, replicas_of
+from datastates.lineage.write import refs, replicas
+from datastates.lineage.write.replicas import withdraw, withdraw_all
+from datastates.storage.tiers import VOLATILE
 from tests.lineage.conftest import Grow
 
 HERE = [("local", "node"), ("memory", holder("node", None))]
@@ -26,7 +25,7 @@ def placed(database: Database, grow: Grow, count: int, branch: str = "main") -> 
         while (parents := state(session, uids[0]).parents) != ():
             uids.insert(0, parents[0])
         for uid in uids:
-            record.mark(session, uid, Status.DURABLE, tier="local", node="node", bytes=7)
+            replicas.mark(session, uid, Status.DURABLE, tier="local", node="node", bytes=7)
     return uids
 
 
@@ -44,8 +43,8 @@ def test_withdrawn_state_is_evicted_and_stays_in_the_lineage(database: Database,
 def test_state_that_others_hold_keeps_what_they_give_it(database: Database, grow: Grow) -> None:
     first, second, third, _ = placed(database, grow, 4)
     with database.write() as session:
-        record.mark(session, first, Status.DURABLE, tier="local", node="other", bytes=7)
-        record.mark(session, second, Status.CAPTURED, tier="memory", node=holder("node", "0" * 24), bytes=7)
+        replicas.mark(session, first, Status.DURABLE, tier="local", node="other", bytes=7)
+        replicas.mark(session, second, Status.CAPTURED, tier="memory", node=holder("node", "0" * 24), bytes=7)
         assert withdraw(session, first, HERE, volatile=VOLATILE).status is Status.DURABLE
         assert withdraw(session, second, HERE, volatile=VOLATILE).status is Status.CAPTURED
         assert withdraw(session, third, HERE, volatile=VOLATILE).status is Status.EVICTED
@@ -86,7 +85,7 @@ def test_tag_alone_gives_way_to_force(database: Database, grow: Grow) -> None:
     (only,) = placed(database, grow, 1)
     with database.write() as session:
         refs.tag(session, "warm", only)
-        refs.delete(session, "main")
+        refs.delete_ref(session, "main")
     with database.write() as session:
         assert withdraw(session, only, HERE, volatile=VOLATILE, is_forced=True).status is Status.EVICTED
 
@@ -106,9 +105,9 @@ def test_of_many_at_once_those_go_that_nobody_counts_on(database: Database, grow
     forked = grow(fork, branch="fork", node="node")
     with database.write() as session:
         refs.tag(session, "warm", uids[1])
-        record.mark(session, uids[2], Status.DURABLE, tier="local", node="other", bytes=7)
-        record.mark(session, uids[3], Status.CAPTURED, tier="memory", node=holder("node", "0" * 24), bytes=7)
-        record.evict(session, uids, tier="memory", node="node")
+        replicas.mark(session, uids[2], Status.DURABLE, tier="local", node="other", bytes=7)
+        replicas.mark(session, uids[3], Status.CAPTURED, tier="memory", node=holder("node", "0" * 24), bytes=7)
+        replicas.evict(session, uids, tier="memory", node="node")
         ids = ids_of(session, uids)
     own = {"tier": "local", "node": "node"}
     with database.write() as session:

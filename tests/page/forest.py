@@ -8,8 +8,8 @@ from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING
 
 from datastates.lineage import NewState, Status
-from datastates.lineage.change import record, refs
 from datastates.lineage.states import Edge, EdgeKind
+from datastates.lineage.write import record, refs
 from tests.support.lineages import told
 
 if TYPE_CHECKING:

@@ -15,8 +15,9 @@ from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING
 
 from datastates.lineage import NewState, Status
-from datastates.lineage.change import record, refs, runs
-from datastates.lineage.states import Run, Value
+from datastates.lineage.states import Run
+from datastates.lineage.write import record, refs, runs
+from datastates.values import Value
 from tests.support.lineages import told
 
 if TYPE_CHECKING:

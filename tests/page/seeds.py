@@ -7,8 +7,9 @@ import random
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING
 
-from datastates.lineage.change import record, refs, runs
-from datastates.lineage.states import Run, Status, Value
+from datastates.lineage.states import Run, Status
+from datastates.lineage.write import record, refs, runs
+from datastates.values import Value
 from tests.support.lineages import told
 
 if TYPE_CHECKING:

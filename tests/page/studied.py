@@ -11,7 +11,7 @@ from torch import nn
 
 import datastates
 from datastates import Repository
-from datastates.workflows import Job, Plan, SerialExecutor, Variant, explore, outliers
+from datastates.studies import Job, Plan, SerialExecutor, Variant, explore, outliers
 from tests.page.grown import CLASSES, FEATURES, Net, grow, samples, validate
 
 STUDY = "rates"

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 import datastates
-from datastates.lineage.states import Value
-from datastates.workflows import Job, explore, grid
-from datastates.workflows.running.executors import SerialExecutor
+from datastates.studies import Job, explore, grid
+from datastates.studies.executors import SerialExecutor
+from datastates.values import Value
 
 STUDY = "sweep"
 GRID: dict[str, Sequence[Value]] = {

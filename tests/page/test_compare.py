@@ -14,7 +14,7 @@ import pytest
 from playwright.sync_api import Locator, Page, expect
 
 import datastates
-from datastates.upkeep.eviction import evict
+from datastates.maintenance.retention_pass import evict
 from tests.page.site import Site
 from tests.page.study import STUDY, study
 

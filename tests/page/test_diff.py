@@ -9,7 +9,7 @@ import pytest
 from playwright.sync_api import Page, expect
 
 import datastates
-from datastates.upkeep.eviction import evict
+from datastates.maintenance.retention_pass import evict
 
 if TYPE_CHECKING:
     from tests.page.site import Grown, Site

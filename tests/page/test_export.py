@@ -15,7 +15,7 @@ from playwright.sync_api import Download, Page, expect
 
 import datastates
 from datastates.lineage import NewState, Status
-from datastates.lineage.change import record
+from datastates.lineage.write import record
 from tests.page.conftest import serving
 from tests.support.lineages import told
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from playwright.sync_api import Browser
 
     from datastates import Repository, State
-    from datastates.lineage.show.branches import Branch
+    from datastates.lineage.views.branch_rows import Branch
 
 pytestmark = pytest.mark.slow
 

@@ -14,7 +14,7 @@ from tests.page import studied
 from tests.page.site import ROOT, serving
 
 if TYPE_CHECKING:
-    from datastates.lineage.show.studies import StudyDetail
+    from datastates.lineage.views.study_trees import StudyDetail
     from tests.page.site import Site
 
 pytestmark = [pytest.mark.slow, pytest.mark.in_turn("page/studies")]
@@ -39,7 +39,7 @@ def served(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
 @pytest.fixture(scope="module")
 def detail(folder: Path) -> StudyDetail:
     """The study as the lineage tells it."""
-    from datastates.lineage.show.studies import study
+    from datastates.lineage.views.study_trees import study
 
     with datastates.open(folder) as repo, repo.core.reading() as session:
         return study(session, studied.STUDY)

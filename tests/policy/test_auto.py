@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from datastates import Auto, Cadence, InvalidInput, OnImprovement
-from datastates.capture.pacing import Pacing, Taken
+from datastates.engine.cadence_stats import Pacing, Taken
 from datastates.policy.contract import CadenceChoice, Costs, Moment
 from datastates.policy.text import parse
 from tests.support.effort import examples

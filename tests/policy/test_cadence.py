@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from datastates import Cadence, CheckFreq, Daly, InvalidInput, OnImprovement, TwoLevel, Young
-from datastates.capture.pacing import Pacing, Taken
+from datastates.engine.cadence_stats import Pacing, Taken
 from datastates.policy.auto import Auto
 from datastates.policy.contract import AnyOf, CadenceChoice, Moment, Policy
 from datastates.policy.text import parse, policy

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from datastates import Cadence, CheckFreq, OnImprovement
+from datastates.policy.auto import Measures, fit
 from datastates.policy.contract import Costs
-from datastates.policy.measures import Measures, fit
 from tests.policy.trainings import Training
 from tests.support.effort import examples
 

@@ -10,9 +10,26 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from datastates.errors import InvalidInput
-from datastates.policy.decisions import Decision, Ledger, Policies, decide
-from datastates.policy.retention import DEFAULT, Retention, retention_of
-from datastates.policy.rules import All, Best, Every, Fact, Interval, Latest, Rule, Tagged, Thin, Within, densities
+from datastates.policy.retention import (
+    DEFAULT,
+    All,
+    Best,
+    Decision,
+    Every,
+    Fact,
+    Interval,
+    Latest,
+    Ledger,
+    Policies,
+    Retention,
+    Rule,
+    Tagged,
+    Thin,
+    Within,
+    decide,
+    densities,
+    retention_of,
+)
 from tests.support.effort import examples
 
 NOW = 1_000_000.0

@@ -11,9 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from datastates import Daly, InvalidInput, TwoLevel, Young
+from datastates.policy.computed import Level, daly, daly_first, expected_waste, mtbf_of, two_level, young
 from datastates.policy.contract import Costs
-from datastates.policy.mtbf import mtbf_of
-from datastates.policy.waste import Level, daly, daly_first, expected_waste, two_level, young
 from tests.policy.trainings import Training
 
 SETTINGS = 200

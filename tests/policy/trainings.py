@@ -5,9 +5,8 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
-from datastates.capture.engine import Engine
-from datastates.capture.events import Action, LineOpened, Paced, Recorded, Tick, Write, Written
-from datastates.capture.pacing import Taken
+from datastates.engine.cadence_stats import Taken
+from datastates.engine.scheduler import Action, Engine, LineOpened, Paced, Recorded, Tick, Write, Written
 from datastates.policy.contract import CadenceChoice, Costs, Policy
 
 __all__ = ["Training"]

@@ -24,7 +24,7 @@ import datastates
 from datastates import Repository, Tracker
 from datastates.errors import InvalidInput, Unsupported
 from datastates.ranks import SoloGroup, TorchGroup
-from datastates.store.reading import specs_of
+from datastates.storage.reading import specs_of
 from tests.support.jobs import Say
 
 SIZE = 4

@@ -16,15 +16,13 @@ import torch.distributed as dist
 
 import datastates
 from datastates import Config, Status
-from datastates.capture.line import Part
-from datastates.capture.shares import Shares
-from datastates.capture.uids import Agreed
+from datastates.engine.handle import Agreed, Part, Work
+from datastates.engine.plan import Shares
+from datastates.engine.rank_reports import Entry
 from datastates.errors import Closed, Conflict, Corrupt, DatastatesError, Unavailable
-from datastates.modules.entry import Entry
-from datastates.modules.work import Work
 from datastates.ranks import SoloGroup, latest
 from datastates.testing import FaultyDisk
-from datastates.tracking.tracker import Tracker
+from datastates.training.tracker import Tracker
 from tests.support.jobs import Ranks, Say, job, run
 from tests.support.ranks import problems_of
 

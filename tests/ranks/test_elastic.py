@@ -19,7 +19,7 @@ from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler  # 
 import datastates
 from datastates import PermutationSampler
 from datastates.errors import InvalidInput
-from datastates.objects.placements import local_of
+from datastates.state.geometry import local_of
 from tests.support.jobs import Say, run
 
 HERE = "tests.ranks.test_elastic"

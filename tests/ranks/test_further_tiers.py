@@ -13,15 +13,15 @@ import torch
 
 import datastates
 from datastates import Config, State, Status, Unavailable
+from datastates.engine.steps import Copies
 from datastates.errors import DatastatesError
 from datastates.lineage import Database
-from datastates.lineage.search.holders import replicas_of
-from datastates.modules.copies import Copies
+from datastates.lineage.query.names import replicas_of
 from datastates.ranks import SoloGroup
-from datastates.store import KeyedTier, Tier
-from datastates.store.local import LocalTier
-from datastates.system.bell import Bell
-from tests.store.test_tiers import Archive
+from datastates.storage import KeyedTier, Tier
+from datastates.storage.local import LocalTier
+from datastates.system.threads import Bell
+from tests.storage.test_tiers import Archive
 from tests.support.jobs import Say, run
 from tests.support.sharding import deposit, sharded, shares_of
 

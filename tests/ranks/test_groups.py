@@ -12,8 +12,7 @@ import torch
 import datastates
 from datastates import ranks
 from datastates.errors import InvalidInput, NotFound, Unavailable
-from datastates.ranks import groups
-from datastates.ranks.groups import MPIGroup, SoloGroup, TorchGroup
+from datastates.ranks import MPIGroup, SoloGroup, TorchGroup
 from tests.support.jobs import Kind, Say, need_mpi, run
 
 BYTES = 20 << 20
@@ -82,8 +81,8 @@ def apart(group: MPIGroup | TorchGroup, say: Say) -> None:
     with (
         tempfile.TemporaryDirectory() as folder,
         datastates.open(folder, memory_bytes=64 << 20) as repo,
-        patch.object(groups, "network_id", lambda: f"network {group.rank}"),
-        patch.object(groups, "own_address", return_value="127.0.0.1") as own_address,
+        patch.object(ranks, "network_id", lambda: f"network {group.rank}"),
+        patch.object(ranks, "own_address", return_value="127.0.0.1") as own_address,
     ):
         if group.rank == 0:
             repo.track(tracked={"x": torch.ones(3)}, durable_interval_s=1e9, group=SoloGroup()).capture()

@@ -13,9 +13,9 @@ import torch.distributed as dist
 
 import datastates
 from datastates import Config, Status
-from datastates.lineage.search.holders import replicas_of
+from datastates.lineage.query.names import replicas_of
+from datastates.policy.auto import Measures
 from datastates.policy.contract import CadenceChoice, Costs, Moment
-from datastates.policy.measures import Measures
 from datastates.ranks import latest
 from tests.ranks.test_further_tiers import Shelf
 from tests.support.jobs import Say, job, run

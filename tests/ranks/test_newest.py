@@ -12,7 +12,7 @@ import datastates
 from datastates.errors import InvalidInput, NotFound, Unavailable
 from datastates.lineage.states import State
 from datastates.ranks import SoloGroup, latest
-from datastates.store.tier import Reader
+from datastates.storage.tier import Reader
 from tests.support.jobs import Say, run
 from tests.support.thread_ranks import on_threads
 

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 import datastates
-from datastates.objects.placements import local_of
+from datastates.state.geometry import local_of
 from tests.support.jobs import Say, job, run
 
 HERE = "tests.ranks.test_resume"

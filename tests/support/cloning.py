@@ -9,15 +9,17 @@ import msgspec
 import torch
 from torch import nn
 
-from datastates.capture.plan import compile_plan
-from datastates.capture.stage import CopyJob, Stager
-from datastates.clone.landing import CheckedManifest, ObjectsSink, read_manifest
-from datastates.content.digest import chunk_digest, encode, state_digest
-from datastates.content.manifest import CHUNK_BYTES, VERSION, Chunk, Content, Manifest, Origin
-from datastates.content.tree import encode_values, flatten
-from datastates.objects.adapters import Adapted
-from datastates.store.arena import Arena
-from datastates.transport.sink import Sink
+from datastates.engine.copy import CopyJob, Stager
+from datastates.engine.plan import compile_plan
+from datastates.state.adapters import Adapted
+from datastates.state.digest import chunk_digest, encode, state_digest
+from datastates.state.encoding import encode_values
+from datastates.state.manifest import CHUNK_BYTES, VERSION, Chunk, Content, Manifest, Origin
+from datastates.state.tree import flatten
+from datastates.storage.arena import Arena
+from datastates.transport.contract import Sink
+from datastates.transport.receive_objects import ObjectsSink
+from datastates.transport.untrusted import CheckedManifest, read_manifest
 from tests.support.late import LateDevices, Lateness
 
 __all__ = ["Sent", "check_landing", "feed", "fill", "sent"]

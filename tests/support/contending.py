@@ -12,7 +12,7 @@ import torch
 
 import datastates
 from datastates import Config, Conflict, Repository, Tracker
-from datastates.modules.record import Record
+from datastates.engine.steps import Record
 from tests.support.training import make, update
 
 Say = Callable[..., object]

@@ -32,7 +32,7 @@ _LIST = ROOT / "tests" / "costly.txt"
 
 @functools.cache
 def listed() -> frozenset[str]:
-    """The functions of the tests that are costly, such as ``tests/store/test_arena.py::test_memory_is_shared``."""
+    """The functions of the tests that are costly, such as ``tests/storage/test_arena.py::test_memory_is_shared``."""
     return frozenset(_LIST.read_text().splitlines())
 
 

@@ -27,7 +27,7 @@ from torch import nn
 
 import datastates
 from datastates import Config, Conflict, Repository, Status, Tracker
-from datastates.upkeep.eviction import evict
+from datastates.maintenance.retention_pass import evict
 from tests.support.training import digest, make, make_small, update
 
 Say = Callable[..., object]

@@ -2,17 +2,9 @@
 
 from __future__ import annotations
 
-from datastates.capture.engine import Engine
-from datastates.capture.events import (
-    Action,
-    Event,
-    LineOpened,
-    Recorded,
-    RefsChanged,
-    RoomNeeded,
-)
 from datastates.config import BackPressure
-from datastates.policy.cadence import Cadence
+from datastates.engine.scheduler import Action, Engine, Event, LineOpened, Recorded, RefsChanged, RoomNeeded
+from datastates.policy.contract import Cadence
 
 __all__ = ["DROP", "NEVER", "SKIP", "WAIT", "after", "engine", "refs", "room"]
 

@@ -13,9 +13,9 @@ import torch
 
 import datastates
 from datastates import Config, Unavailable
-from datastates.store.local import LocalTier
+from datastates.maintenance.retention_pass import evict
+from datastates.storage.local import LocalTier
 from datastates.testing.states import small
-from datastates.upkeep.eviction import evict
 from tests.support.training import Say
 
 CONFIG = Config(memory_bytes=32 << 20, durable_interval_s=None)

@@ -15,9 +15,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from datastates.content.division import Holding
-from datastates.content.geometry import dense_strides
-from datastates.objects.placements import boxes_of_mesh
+from datastates.state.geometry import Holding, dense_strides
+from datastates.state.per_rank import boxes_of_mesh
 
 __all__ = ["Job", "Spread", "jobs"]
 

@@ -9,14 +9,14 @@ from collections.abc import Callable
 from typing import Any
 
 import datastates
-from datastates.capture.line import Part
-from datastates.capture.pipeline import Pipeline
 from datastates.config import Config
+from datastates.engine import outbox, rank_reports
+from datastates.engine.commit import Pipeline
+from datastates.engine.handle import Part
+from datastates.engine.outbox import Journal
+from datastates.engine.steps import Record
 from datastates.errors import Unavailable
-from datastates.lineage.change.parts import record_parts
-from datastates.modules import journal, telling
-from datastates.modules.journal import Journal
-from datastates.modules.record import Record
+from datastates.lineage.write.parts import record_parts
 from tests.support.ranks import Rank
 
 __all__ = ["STAGES", "rank_of"]
@@ -76,8 +76,8 @@ def rank_of(
     choose, death = random.Random(f"{seed}/{rank}"), Death(stage, at)
     Pipeline.enter = death.before("copied", Pipeline.enter)  # type: ignore[method-assign]  # this process ends with the test
     Record.process_all = death.before("entered", Record.process_all)  # type: ignore[method-assign]  # likewise
-    telling.__dict__["record_parts"] = death.after("within", record_parts)
-    journal.__dict__["report"] = death.after("committed", telling.report)
+    rank_reports.__dict__["record_parts"] = death.after("within", record_parts)
+    outbox.__dict__["report"] = death.after("committed", rank_reports.report)
     Journal._heed = death.before("told", Journal._heed)  # type: ignore[method-assign]  # likewise
     Journal._heed = death.after("heard", Journal._heed)  # type: ignore[method-assign]  # likewise
     config = Config(

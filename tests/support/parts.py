@@ -8,9 +8,9 @@ from datetime import UTC, datetime, timedelta
 from hashlib import blake2b
 
 from datastates.lineage import Database, NewState, Run
-from datastates.lineage.change import runs
-from datastates.lineage.change.parts import record_part, skip_part
 from datastates.lineage.states import Why
+from datastates.lineage.write import runs
+from datastates.lineage.write.parts import record_part, skip_part
 from tests.support.lineages import told
 
 __all__ = ["BRANCH", "Job", "run_job"]

@@ -11,17 +11,17 @@ import pytest
 import torch
 
 import datastates
-from datastates.capture import uids
-from datastates.capture.line import Part
 from datastates.config import Config
+from datastates.engine import handle
+from datastates.engine.handle import Part
 from datastates.errors import Corrupt, NotFound, Unavailable
-from datastates.lineage.change.parts import part_digests
-from datastates.tracking import outset, start, succession
+from datastates.lineage.write.parts import part_digests
+from datastates.training import start
 
 if TYPE_CHECKING:
     from datastates.lineage.states import State
     from datastates.repository import Repository
-    from datastates.tracking.tracker import Tracker
+    from datastates.training.tracker import Tracker
 
 __all__ = ["Rank", "as_rank", "problems_of", "ranks_of"]
 
@@ -33,7 +33,7 @@ class Rank:
         self.repo, self.part = repo, part
         self.rows = torch.arange(3.0 * rows).reshape(rows, 3)
         with pytest.MonkeyPatch.context() as patch:
-            for module in (outset, succession):  # the other ranks train with this one
+            for module in (start, start):  # the other ranks train with this one
                 patch.setattr(module, "holders", lambda *args, **terms: [])
             self.run = repo.track(rows=self.rows, rank=part.rank, branch=branch, rng=False, **options)
         as_rank(self.run, part)
@@ -55,7 +55,7 @@ class Rank:
 
 def as_rank(run: Tracker, part: Part) -> None:
     """Let a tracker that has captured nothing capture a part of each state, as ``track`` does in a job."""
-    run.training.line.part, run.training.line.uids = part, uids.Agreed(part.job)
+    run.training.line.part, run.training.line.uids = part, handle.Agreed(part.job)
 
 
 @contextmanager

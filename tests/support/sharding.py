@@ -11,18 +11,16 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from hypothesis import strategies as st
 
-from datastates.content.digest import chunk_digest, digest_of, root_digest
-from datastates.content.encoding import encode_values
-from datastates.content.geometry import compact, dense_view, dtype_of, memory_key, spec_of, stored_bytes
-from datastates.content.manifest import CHUNK_BYTES, VERSION, Chunk, Content, Manifest, Origin, Shard, TensorSpec
-from datastates.content.parts import join
-from datastates.content.shards import cut
-from datastates.content.tree import flatten
 from datastates.lineage import Database, NewState, State, Status
-from datastates.lineage.change.record import record
 from datastates.lineage.states import StateFacts
-from datastates.store.local import LocalTier
-from datastates.store.tier import Payload, Reader
+from datastates.lineage.write.record import record
+from datastates.state.digest import chunk_digest, digest_of, join
+from datastates.state.encoding import encode_values
+from datastates.state.geometry import compact, cut, dense_view, dtype_of, memory_key, spec_of, stored_bytes
+from datastates.state.manifest import CHUNK_BYTES, VERSION, Chunk, Content, Manifest, Origin, Shard, TensorSpec, root_digest
+from datastates.state.tree import flatten
+from datastates.storage.local import LocalTier
+from datastates.storage.tier import Payload, Reader
 
 if TYPE_CHECKING:
     import torch

@@ -9,8 +9,8 @@ import pytest
 from sqlalchemy import select, text
 
 from datastates.lineage import Database
-from datastates.lineage.change import record
 from datastates.lineage.schema import Base
+from datastates.lineage.write import record
 from tests.support.lineages import told
 
 if TYPE_CHECKING:

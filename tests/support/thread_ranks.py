@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, TypeVar
 
+from datastates.collective import Group, bytes_of, check
 from datastates.errors import Unavailable
-from datastates.transport.clone.groups import Group, bytes_of, check
 
 if TYPE_CHECKING:
     import torch

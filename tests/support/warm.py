@@ -41,14 +41,14 @@ MODULES = (
     *("alembic.command", "fastapi", "httpx", "numpy", "rich.console", "safetensors.torch", "typer", "uvicorn"),
     *("rich.live", "rich.progress", "rich.table", "sqlalchemy.dialects.sqlite", "sqlalchemy.dialects.postgresql.psycopg"),
     *(
-        "datastates.export.bundle",
-        "datastates.capture.runner",
+        "datastates.files.bundle",
+        "datastates.engine.runner",
         "datastates.cli.app",
-        "datastates.lineage.change.clones",
-        "datastates.lineage.search.pages",
+        "datastates.lineage.write.clones",
+        "datastates.lineage.query.pages",
     ),
-    *("datastates.api.serve", "datastates.clone.peer", "datastates.clone.serving", "datastates.tracking.tracker"),
-    *("datastates.lineage.migrations.upgrade", "datastates.workflows", "datastates.workflows.running.worker"),
+    *("datastates.api.serve", "datastates.transport.peer", "datastates.transport.serving", "datastates.training.tracker"),
+    *("datastates.lineage.migrations.upgrade", "datastates.studies", "datastates.studies.worker"),
 )
 _SET_CHILD_SUBREAPER = 36
 _NEW_NETWORK = 0x40000000

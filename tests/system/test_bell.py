@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 
-from datastates.system.bell import Bell
+from datastates.system.threads import Bell
 
 
 def test_a_waiter_may_come_while_the_bell_rings_and_garbage_is_collected() -> None:

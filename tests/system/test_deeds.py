@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 
-from datastates.system.deeds import at, deed, deed_of, hindered
+from datastates.system.threads import at, deed, deed_of, hindered
 
 ME = threading.current_thread
 

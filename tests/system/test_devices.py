@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from datastates.system import devices as driver
 from datastates.system import devices as seam
-from datastates.system import driver
 from datastates.system.devices import Memory, devices
 
 DEVICE = torch.device("cuda", 1)

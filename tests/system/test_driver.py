@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from datastates.system import driver
+from datastates.system import devices
 
 HANDLE = bytes(range(64))
 WHERE, LENGTH = 0x7F00_0000_0000, 1 << 20
@@ -16,8 +16,8 @@ _Out = ctypes.POINTER(ctypes.c_void_p)
 _KINDS = {
     "Malloc": ctypes.CFUNCTYPE(ctypes.c_int, _Out, ctypes.c_size_t),
     "Free": ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p),
-    "IpcGetMemHandle": ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(driver._Handle), ctypes.c_void_p),
-    "IpcOpenMemHandle": ctypes.CFUNCTYPE(ctypes.c_int, _Out, driver._Handle, ctypes.c_uint),
+    "IpcGetMemHandle": ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(devices._Handle), ctypes.c_void_p),
+    "IpcOpenMemHandle": ctypes.CFUNCTYPE(ctypes.c_int, _Out, devices._Handle, ctypes.c_uint),
     "IpcCloseMemHandle": ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p),
     "HostRegister": ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint),
     "HostUnregister": ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p),
@@ -56,11 +56,11 @@ class Runtime:
         out[0] = WHERE
         return self.said("allocate", length)
 
-    def export(self, out: ctypes.Array[driver._Handle], where: int) -> int:
+    def export(self, out: ctypes.Array[devices._Handle], where: int) -> int:
         ctypes.memmove(out, HANDLE, 64)
         return self.said("export", where)
 
-    def open(self, out: ctypes.Array[ctypes.c_void_p], handle: driver._Handle, flags: int) -> int:
+    def open(self, out: ctypes.Array[ctypes.c_void_p], handle: devices._Handle, flags: int) -> int:
         out[0] = WHERE
         return self.said("open", bytes(handle), flags)
 
@@ -72,45 +72,45 @@ class Runtime:
 @pytest.fixture
 def runtime(monkeypatch: pytest.MonkeyPatch) -> Runtime:
     made = Runtime()
-    monkeypatch.setattr(driver, "runtime_call", made.calls.get)
-    monkeypatch.setattr(driver, "_driver_call", lambda: made.range)
+    monkeypatch.setattr(devices, "runtime_call", made.calls.get)
+    monkeypatch.setattr(devices, "_driver_call", lambda: made.range)
     return made
 
 
 def test_memory_is_made_told_of_and_given_back(runtime: Runtime) -> None:
-    where = driver.allocate(LENGTH)
-    assert driver.export(where) == HANDLE
-    driver.free(where)
+    where = devices.allocate(LENGTH)
+    assert devices.export(where) == HANDLE
+    devices.free(where)
     assert runtime.asked == [("allocate", LENGTH), ("export", WHERE), ("free", WHERE)]
 
 
 def test_memory_of_ours_is_pinned_for_all_devices(runtime: Runtime) -> None:
-    driver.register(WHERE, LENGTH)
-    driver.unregister(WHERE)
+    devices.register(WHERE, LENGTH)
+    devices.unregister(WHERE)
     assert runtime.asked == [("register", WHERE, LENGTH, 1), ("unregister", WHERE)]
 
 
 def test_a_handle_goes_to_the_driver_as_it_came_and_the_driver_says_how_long_the_memory_is(runtime: Runtime) -> None:
-    assert driver.open_handle(HANDLE) == (WHERE, LENGTH)
-    driver.close(WHERE)
+    assert devices.open_handle(HANDLE) == (WHERE, LENGTH)
+    devices.close(WHERE)
     assert runtime.asked == [("open", HANDLE, 1), ("close", WHERE)]
 
 
 def test_memory_of_which_the_driver_does_not_say_how_long_it_is_is_let_go(runtime: Runtime) -> None:
     runtime.start -= 4096
     with pytest.raises(RuntimeError, match="how long"):
-        driver.open_handle(HANDLE)
+        devices.open_handle(HANDLE)
     assert runtime.asked[-1] == ("close", WHERE)
 
 
 @pytest.mark.parametrize(
     "call",
     [
-        lambda: driver.allocate(1),
-        lambda: driver.open_handle(HANDLE),
-        lambda: driver.export(WHERE),
-        lambda: driver.register(WHERE, LENGTH),
-        lambda: driver.unregister(WHERE),
+        lambda: devices.allocate(1),
+        lambda: devices.open_handle(HANDLE),
+        lambda: devices.export(WHERE),
+        lambda: devices.register(WHERE, LENGTH),
+        lambda: devices.unregister(WHERE),
     ],
 )
 def test_what_the_driver_refuses_is_an_error_that_nobody_else_is_told_of(call: Callable[[], object], runtime: Runtime) -> None:
@@ -121,14 +121,14 @@ def test_what_the_driver_refuses_is_an_error_that_nobody_else_is_told_of(call: C
 
 
 def test_a_runtime_that_only_torch_sees_is_found_by_what_is_mapped() -> None:
-    (found,) = driver.loaded(("libc.so", "libc-2"))
+    (found,) = devices.loaded(("libc.so", "libc-2"))
     assert ctypes.CDLL(found, mode=os.RTLD_NOLOAD).getpid() == os.getpid()
-    assert driver.loaded(("no library has this name",)) == []
+    assert devices.loaded(("no library has this name",)) == []
 
 
 def test_where_the_runtime_is_not_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(driver, "runtime_call", lambda name: None)
-    for call in (lambda: driver.allocate(1), lambda: driver.open_handle(HANDLE)):
+    monkeypatch.setattr(devices, "runtime_call", lambda name: None)
+    for call in (lambda: devices.allocate(1), lambda: devices.open_handle(HANDLE)):
         with pytest.raises(RuntimeError, match="without the runtime"):
             call()
 
@@ -136,5 +136,5 @@ def test_where_the_runtime_is_not_that_is_said(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize("raw", [b"", HANDLE[:-1]])
 def test_a_handle_that_is_too_short_is_refused(raw: bytes, runtime: Runtime) -> None:
     with pytest.raises(RuntimeError, match="no handle"):
-        driver.open_handle(raw)
+        devices.open_handle(raw)
     assert not runtime.asked

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from datastates.store.files import locked, temporary
-from datastates.store.index import ChunkIndex
-from datastates.system.locks import close_lockable, hold, is_held, open_lockable
+from datastates.storage.dedup import ChunkIndex
+from datastates.storage.durable_files import locked, temporary
+from datastates.system.files import close_lockable, hold, is_held, open_lockable
 
 Taking = Callable[[Path], AbstractContextManager[object]]
 

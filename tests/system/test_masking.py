@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from datastates.system.masking import MASK, arguments, is_secret, named, text
+from datastates.system.logs import MASK, arguments, is_secret, named, text
 
 SECRET = "s3cr3t-Value/9"
 

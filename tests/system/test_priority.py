@@ -10,7 +10,7 @@ import torch
 
 import datastates
 from datastates import Config
-from datastates.system.priority import LOWEST, disk_priority, yield_disk
+from datastates.system.threads import LOWEST, disk_priority, yield_disk
 
 needs_priorities = pytest.mark.skipif(disk_priority() is None, reason="this system says nothing of priorities at the disk")
 

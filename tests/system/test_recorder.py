@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from datastates.system import recorder as recorders
-from datastates.system.recorder import BOUNDS_S, COUNTERS, Activity, Recorder, Timing
+from datastates.system import telemetry
+from datastates.system.telemetry import BOUNDS_S, COUNTERS, Activity, Recorder, Timing
 
 
 def test_what_was_told_from_many_threads_is_all_there() -> None:
@@ -58,7 +58,7 @@ def test_a_capture_is_counted_by_its_span() -> None:
 
 
 def test_a_trace_keeps_the_newest_spans_and_says_how_many_it_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recorders, "MOST_SPANS", 10)
+    monkeypatch.setattr(telemetry, "MOST_SPANS", 10)
     recorder = Recorder(tmp_path / "new" / "trace.json")
     for number in range(25):
         recorder.span("copy", float(number), number + 0.5, "a", number)

@@ -11,11 +11,11 @@ import pytest
 from typer.testing import CliRunner
 
 from datastates.api.routing import Scope
-from datastates.api.tokens import read_tokens
+from datastates.api.security import read_tokens
 from datastates.cli.app import app
 from datastates.errors import Conflict, InvalidInput
-from datastates.system.secret_file import append_secret, make_token, read_secret, write_secret
-from datastates.transport.session.handshake import read_token
+from datastates.system.files import append_secret, make_token, read_secret, write_secret
+from datastates.transport.handshake import read_token
 
 
 @pytest.fixture(autouse=True, params=[0o000, 0o022])

@@ -6,7 +6,7 @@ import importlib
 import logging
 from typing import TYPE_CHECKING
 
-from datastates.system.seldom import Seldom
+from datastates.system.logs import Seldom
 
 if TYPE_CHECKING:
     import pytest
@@ -36,7 +36,7 @@ def test_what_a_peer_says_is_cut_and_cannot_steer_a_terminal(caplog: pytest.LogC
 
 
 def test_strangers_do_not_fill_the_log() -> None:
-    names = ("session.server", "session.life", "session.answers", "session.sending", "clone.fetch", "clone.forward", "failures")
-    for name in (*names, "wire.tcp", "wire.visitors"):
-        module = importlib.import_module(f"datastates.transport.{name}")
+    names = ("server", "requests", "sending", "fetch", "chain", "tcp", "connections")
+    for name in ("system.failures", *(f"transport.{name}" for name in names)):
+        module = importlib.import_module(f"datastates.{name}")
         assert any(isinstance(each, Seldom) for each in logging.getLogger(module.__name__).filters), name

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from datastates.transport import loop
-from tests.clone.peers.pairs import Made, Training, train
+from tests.transport.clones.peers.pairs import Made, Training, train
 
 
 @pytest.fixture

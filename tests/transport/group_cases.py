@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
+from datastates.collective import EXCHANGE_BYTES, Group, MPIGroup, SoloGroup, TorchGroup
 from datastates.errors import Closed, InvalidInput, Unavailable
-from datastates.transport.clone.groups import EXCHANGE_BYTES, Group, MPIGroup, SoloGroup
-from datastates.transport.clone.torch_groups import TorchGroup
 from tests.support.jobs import Say
 
 

@@ -14,9 +14,9 @@ from typing import Any, TypeVar
 import pytest
 
 from datastates.errors import Disconnected
-from datastates.transport.clone import fetch as fetching
-from datastates.transport.session.fingerprints import digest_of
-from datastates.transport.store import Source
+from datastates.transport import fetch
+from datastates.transport.contract import Source
+from datastates.transport.sending import digest_of
 
 T = TypeVar("T")
 
@@ -249,7 +249,7 @@ def simulate(work: Callable[[], Coroutine[Any, Any, T]]) -> tuple[T, float]:
     selector = _Jumping()
     loop = asyncio.SelectorEventLoop(selector)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fetching, "ThreadPoolExecutor", _Inline)
+        patch.setattr(fetch, "ThreadPoolExecutor", _Inline)
         patch.setattr(loop, "time", lambda: selector.now)
         try:
             return loop.run_until_complete(work()), selector.now

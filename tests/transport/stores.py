@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 import msgspec
 
 from datastates.errors import NotFound, Unavailable
+from datastates.transport.contract import Sink
 from datastates.transport.protocol import Identity, Offer, RefRecord, StatePage, StateRecord
-from datastates.transport.sink import Sink
 
 UID = "5e0f" * 6
 CHUNK = 64 << 10

@@ -18,16 +18,14 @@ import xxhash
 from blake3 import blake3
 
 from datastates.errors import Corrupt
-from datastates.transport import loop
-from datastates.transport.clone.fetch import Fetched, fetch
-from datastates.transport.session.feed import Feed
-from datastates.transport.session.server import Server
-from datastates.transport.session.session import Session
-from datastates.transport.wire import near, tcp
-from datastates.transport.wire.joining import HEADER_BYTES
-from datastates.transport.wire.registry import transport_for
-from datastates.transport.wire.tcp_transport import TcpTransport
-from datastates.transport.wire.ucx_link import UcxLink
+from datastates.transport import loop, same_host, tcp
+from datastates.transport.data_connection import HEADER_BYTES, TcpTransport
+from datastates.transport.fetch import Fetched, fetch
+from datastates.transport.registry import transport_for
+from datastates.transport.sending import Feed
+from datastates.transport.server import Server
+from datastates.transport.session import Session
+from datastates.transport.ucx import UcxLink
 from tests.support.colliding import collide_somewhere
 from tests.transport.stores import UID, MemorySink, MemorySource, MemoryStore, manifest_of
 from tests.transport.worlds import PATIENCE_S, offer
@@ -225,7 +223,7 @@ async def taken_over_helper(rng: random.Random) -> int:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(UcxLink, "receive", receive)
-        patch.setenv(near.SWITCH, "0")
+        patch.setenv(same_host.SWITCH, "0")
         async with served(MemoryStore({UID: HONEST}), "ucx") as server, feeding(server.url, "ucx") as feed:
             said = await refusal(fetch(sink, [feed]))
             assert f"chunk {index} came from {feed.name}" in said

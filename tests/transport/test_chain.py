@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from datastates.errors import DatastatesError, Disconnected, Unavailable
-from datastates.transport.clone import chain
-from datastates.transport.clone.chain import Chains, Relay
-from datastates.transport.clone.fetch import fetch
+from datastates.transport import chain
+from datastates.transport.chain import Chains, Relay
+from datastates.transport.fetch import fetch
 from tests.transport.sinks import BytesFeed, BytesSink, BytesSource, SourceFeed, make_chunks, settled
 
 # --- a relay -------------------------------------------------------------------------------------------------------------

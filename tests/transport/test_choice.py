@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from datastates.errors import InvalidInput, Unsupported
+from datastates.transport import handshake
+from datastates.transport.handshake import agree, has_rdma, offer
 from datastates.transport.protocol import Ready
-from datastates.transport.session import choice
-from datastates.transport.session.choice import agree, has_rdma, offer
 
 OURS, BOTH = ("tcp",), ("tcp", "ucx")
 
@@ -68,7 +68,7 @@ def test_what_a_side_offers_follows_what_it_was_told(monkeypatch: pytest.MonkeyP
     assert offer(BOTH, "ucx", "tcp") == (OURS, "")
     assert offer(BOTH, "ucx", "ucx") == (BOTH, "ucx")
     assert offer(BOTH, "ucx", "auto") == (BOTH, "")
-    monkeypatch.setattr(choice, "has_rdma", lambda: True)
+    monkeypatch.setattr(handshake, "has_rdma", lambda: True)
     assert offer(BOTH, "ucx", "auto") == (BOTH, "rdma")
     assert offer(BOTH, "ucx", "auto", is_secret=True) == (BOTH, "")
 

@@ -6,11 +6,7 @@ import asyncio
 
 import pytest
 
-from datastates.errors import (
-    Disconnected,
-    InvalidInput,
-    Unavailable,
-)
+from datastates.errors import Disconnected, InvalidInput, Unavailable
 from tests.transport.stores import CHUNK, UID, manifest_of
 from tests.transport.worlds import STATE, World, opened, receive, run, session, until
 

@@ -16,8 +16,8 @@ import pytest
 
 from datastates.transport.contract import Tls
 from datastates.transport.limits import Limits
-from datastates.transport.session.server import Server
-from datastates.transport.session.session import Session
+from datastates.transport.server import Server
+from datastates.transport.session import Session
 from tests.transport.stores import UID, MemoryStore
 from tests.transport.test_fuzz import TOKEN, TcpMemory
 from tests.transport.test_tcp import certificates  # noqa: F401 # a fixture

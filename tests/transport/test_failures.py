@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from datastates.errors import Corrupt, DatastatesError, Disconnected, SyntaxProblem, Torn, Unavailable
-from datastates.transport.failures import describe, revive
+from datastates.system.failures import describe, revive
 
 
 def kinds(cls: type[DatastatesError] = DatastatesError) -> Iterator[type[DatastatesError]]:

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import pytest
 
 from datastates.errors import Corrupt, Disconnected, InvalidInput, Unavailable
-from datastates.transport.clone.fetch import Feed, Fetched, fetch
-from datastates.transport.sink import Sink
+from datastates.transport.contract import Sink
+from datastates.transport.fetch import Feed, Fetched, fetch
 from tests.support.effort import seeds
 from tests.transport.sinks import BytesFeed, BytesSink, after, failing, make_chunks, simulate
 

@@ -8,12 +8,11 @@ from collections.abc import Sequence
 import pytest
 
 from datastates.transport import loop
-from datastates.transport.clone.chain import Chains
-from datastates.transport.clone.forward import Forwarder
-from datastates.transport.session.ahead import is_at, may_dial
-from datastates.transport.session.server import Server
-from datastates.transport.session.session import Session
-from datastates.transport.wire.tcp_transport import TcpTransport
+from datastates.transport.chain import Chains, Forwarder
+from datastates.transport.data_connection import TcpTransport
+from datastates.transport.handshake import is_at, may_dial
+from datastates.transport.server import Server
+from datastates.transport.session import Session
 from tests.transport.stores import UID, MemorySink, MemoryStore
 from tests.transport.worlds import PATIENCE_S, STATE
 
@@ -109,7 +108,7 @@ def test_a_receiver_that_is_sent_about_takes_the_state_from_the_source_itself() 
 
 def test_a_source_that_names_others_for_ever_gives_the_state_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """It does so even when it is asked for its own bytes."""
-    monkeypatch.setattr("datastates.transport.session.answers.Answers._join", lambda self, question: "tcp://169.254.169.1:80")
+    monkeypatch.setattr("datastates.transport.requests.Answers._join", lambda self, question: "tcp://169.254.169.1:80")
 
     async def test() -> None:
         server = Server(MemoryStore({UID: STATE}), "tcp://127.0.0.1:0", token=TOKEN, timeout_s=PATIENCE_S, transport=TcpTransport())

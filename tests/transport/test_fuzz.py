@@ -20,7 +20,12 @@ import pytest
 from msgspec import msgpack
 
 from datastates.errors import Disconnected, PeerFault
+from datastates.transport import connections, tcp
+from datastates.transport.connections import Door
 from datastates.transport.contract import Channel, Listener, Tls
+from datastates.transport.data_connection import HEADER_BYTES, TcpTransport
+from datastates.transport.handshake import Sealed, greet
+from datastates.transport.in_process import MemoryTransport
 from datastates.transport.protocol import (
     FIRST_FRAME_BYTES,
     MAGIC,
@@ -46,15 +51,8 @@ from datastates.transport.protocol import (
     decode,
     encode,
 )
-from datastates.transport.session.handshake import greet
-from datastates.transport.session.sealed import Sealed
-from datastates.transport.session.server import Server
-from datastates.transport.session.session import Session
-from datastates.transport.wire import tcp, visitors
-from datastates.transport.wire.arrival import Door
-from datastates.transport.wire.joining import HEADER_BYTES
-from datastates.transport.wire.memory import MemoryTransport
-from datastates.transport.wire.tcp_transport import TcpTransport
+from datastates.transport.server import Server
+from datastates.transport.session import Session
 from tests.support.effort import seeds
 from tests.transport.stores import CHUNK, UID, MemoryStore
 from tests.transport.test_protocol import EVERY
@@ -332,7 +330,7 @@ def test_no_mutated_message_hangs_crashes_or_bloats_the_server(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
     caplog.set_level(logging.WARNING)
-    monkeypatch.setattr(visitors, "_BURST", 1 << 20)  # connections are taken as they come: thousands are made here, one after another
+    monkeypatch.setattr(connections, "_BURST", 1 << 20)  # connections are taken as they come: thousands are made here, one after another
 
     async def test() -> Counter[str]:
         complaints: list[dict[str, object]] = []

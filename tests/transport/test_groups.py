@@ -7,9 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
+from datastates.collective import Group, MPIGroup, SoloGroup, TorchGroup
 from datastates.errors import InvalidInput, Unsupported
-from datastates.transport.clone.groups import Group, MPIGroup, SoloGroup
-from datastates.transport.clone.torch_groups import TorchGroup
 from tests.support.jobs import Kind, job, need_mpi, run
 from tests.transport.group_cases import CASES as CONFORMING
 

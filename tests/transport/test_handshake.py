@@ -10,9 +10,8 @@ import pytest
 
 from datastates.errors import Disconnected, InvalidInput, PeerFault, Unauthorized, Unavailable
 from datastates.transport import protocol
+from datastates.transport.handshake import Sealed, admit, greet, read_token
 from datastates.transport.protocol import Challenge, Hello, Identity, Ping, Proof, Ready, Welcome, decode, encode
-from datastates.transport.session.handshake import admit, greet, read_token
-from datastates.transport.session.sealed import Sealed
 from tests.support.secrets_kept import keep
 from tests.transport.wires import Change, QueueChannel
 from tests.transport.worlds import PATIENCE_S

@@ -16,14 +16,14 @@ import pytest
 
 from datastates.errors import DatastatesError, Disconnected
 from datastates.transport import loop
-from datastates.transport.clone.chain import Chains, Relay
-from datastates.transport.clone.fetch import Fetched, fetch
+from datastates.transport.chain import Chains, Relay
+from datastates.transport.contract import Source
+from datastates.transport.fetch import Fetched, fetch
 from datastates.transport.protocol import Opened
-from datastates.transport.session.feed import Feed
-from datastates.transport.session.server import Server
-from datastates.transport.session.session import Session
-from datastates.transport.store import Source
-from datastates.transport.wire.registry import transport_for
+from datastates.transport.registry import transport_for
+from datastates.transport.sending import Feed
+from datastates.transport.server import Server
+from datastates.transport.session import Session
 from tests.support.hosts import Host, hosts, need_hosts
 from tests.transport.stores import UID, MemorySink, MemoryStore, chunks
 

@@ -16,9 +16,9 @@ from datastates.testing import TransportSuite
 from datastates.testing.transports import linked
 from datastates.transport import loop
 from datastates.transport.contract import Link, OnDevice
+from datastates.transport.data_connection import TcpTransport
+from datastates.transport.ipc import ADDRESS, IpcEnd
 from datastates.transport.protocol import Laid, Land, Message, Room, decode, encode
-from datastates.transport.wire.ipc import ADDRESS, IpcEnd
-from datastates.transport.wire.tcp_transport import TcpTransport
 from tests.support.counted import counted
 from tests.support.late import LateDevices, Lateness
 

@@ -20,14 +20,11 @@ import pytest
 from datastates.errors import Disconnected, InvalidInput, PeerFault
 from datastates.testing import TransportSuite
 from datastates.testing.transports import linked
-from datastates.transport import loop
+from datastates.transport import data_connection, loop, tcp
 from datastates.transport.contract import Link, Terms, Tls
-from datastates.transport.session.server import Server
-from datastates.transport.session.session import Session
-from datastates.transport.wire import joining, tcp
-from datastates.transport.wire.joining import HEADER_BYTES
-from datastates.transport.wire.lanes import LANES, MOST, Lanes, _LanesLink
-from datastates.transport.wire.tcp_transport import TcpTransport
+from datastates.transport.data_connection import HEADER_BYTES, LANES, MOST, Lanes, TcpTransport, _LanesLink
+from datastates.transport.server import Server
+from datastates.transport.session import Session
 from tests.transport.certificates import certificate
 from tests.transport.stores import CHUNK, UID, MemorySource, MemoryStore
 from tests.transport.worlds import PATIENCE_S, STATE, offer, opened, receive, until
@@ -110,7 +107,7 @@ class TestLanes(TransportSuite):
             async with linked(transport) as ends:
                 (dialling,) = (end for end in ends if isinstance(end, _LanesLink) and end._terms.where is not None)
                 with monkeypatch.context() as full:
-                    full.setattr("datastates.transport.wire.lanes.socket.socket", refuse)
+                    full.setattr("datastates.transport.data_connection.socket.socket", refuse)
                     for moving in (dialling.receive(1, memoryview(bytearray(9))), dialling.send(2, memoryview(b"x"))):
                         with pytest.raises(Disconnected, match=r"cannot be reached .*Too many open files"):
                             await asyncio.wait_for(moving, PATIENCE_S)
@@ -284,7 +281,7 @@ def test_what_was_said_on_one_connection_is_good_on_no_other() -> None:
         async with serving(MemoryStore({UID: STATE})) as (server, near, far):
             session = await Session.connect(server.url, token=TOKEN, transport=near, timeout_s=PATIENCE_S)
             (name,) = near._sessions
-            heard = joining._header.pack(tcp.JOIN, name, 0, b"<", bytes(32))
+            heard = data_connection._header_joining.pack(tcp.JOIN, name, 0, b"<", bytes(32))
             for proof in (bytes(32), secrets.token_bytes(32)):
                 reader, writer = await asyncio.open_connection(*tcp.split(server.url)[1:])
                 writer.write(heard)
@@ -389,7 +386,7 @@ def _greet(terms: Terms, direction: bytes, timeout_s: float = PATIENCE_S) -> soc
     assert terms.where is not None
     connection = socket.create_connection(terms.where, timeout=timeout_s)
     try:
-        return joining.greet(connection, terms, 0, direction)
+        return data_connection.greet(connection, terms, 0, direction)
     except (OSError, PeerFault, ssl.SSLError):
         connection.close()
         raise

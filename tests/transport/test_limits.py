@@ -13,13 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from datastates.errors import Disconnected, InvalidInput, PeerFault, Unavailable
-from datastates.transport.clone.chain import Chains
+from datastates.transport import requests
+from datastates.transport import session as session_module
+from datastates.transport.chain import Chains
 from datastates.transport.limits import Budget, Limits, Share, weigh
 from datastates.transport.protocol import PART_BYTES, Answer, Ask, Message, Offer, Part, Push, Refs, StateRecord, Want
-from datastates.transport.session import answers, life
-from datastates.transport.session import session as session_module
-from datastates.transport.session.sending import HANDLES
-from datastates.transport.session.session import Session
+from datastates.transport.sending import HANDLES
+from datastates.transport.session import Session
 from tests.drivers.peers import offer_bodies
 from tests.transport.stores import CHUNK, UID, MemorySource, record
 from tests.transport.worlds import PATIENCE_S, STATE, World, offer, opened, receive, run, session, until
@@ -237,7 +237,7 @@ def test_every_item_is_counted_once(value: object) -> None:
 
 
 def test_an_offer_that_takes_too_much_memory_is_refused_before_it_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(answers, "decode_offer", None)
+    monkeypatch.setattr(requests, "decode_offer", None)
 
     async def test(world: World) -> None:
         async with session(world) as peer:
@@ -289,7 +289,7 @@ def test_what_a_push_takes_counts_until_no_thread_works_on_it() -> None:
 
 
 def test_a_peer_that_reads_no_answers_is_ended_before_they_take_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(life, "_TASKS", 50)
+    monkeypatch.setattr(requests, "_TASKS", 50)
 
     def refuse(name: str) -> None:
         raise InvalidInput("this server takes no pushes")
@@ -331,7 +331,7 @@ class Longer(list[StateRecord]):
 
 
 def test_a_page_of_many_bytes_has_fewer_states(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(answers, "PAGE_BYTES", 100_000)
+    monkeypatch.setattr(requests, "PAGE_BYTES", 100_000)
 
     async def test(world: World) -> None:
         world.store.records = [record(f"{n:024x}", message="m" * 16_000) for n in range(20)]
@@ -339,7 +339,7 @@ def test_a_page_of_many_bytes_has_fewer_states(monkeypatch: pytest.MonkeyPatch) 
             assert len((await peer.log("main", limit=20)).states) == 5
             assert len((await peer.find("main", limit=1)).states) == 1
             world.store.records = [record(message="m" * 16_000, step=n) for n in range(2)]
-            monkeypatch.setattr(answers, "PAGE_BYTES", 10)
+            monkeypatch.setattr(requests, "PAGE_BYTES", 10)
             assert len((await peer.find("main", limit=20)).states) == 1
 
     run(test)

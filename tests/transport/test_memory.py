@@ -9,9 +9,9 @@ import pytest
 from datastates.errors import Disconnected
 from datastates.system.admission import Admission, Limits
 from datastates.testing import TransportSuite
+from datastates.transport.connections import Door
 from datastates.transport.contract import Transport
-from datastates.transport.wire.arrival import Door
-from datastates.transport.wire.memory import MemoryTransport
+from datastates.transport.in_process import MemoryTransport
 
 
 class TestMemory(TransportSuite):

@@ -17,15 +17,13 @@ import numpy as np
 import pytest
 
 from datastates.errors import Corrupt, Disconnected
-from datastates.transport import loop
-from datastates.transport.clone.fetch import Fetched, fetch
+from datastates.transport import loop, same_host
 from datastates.transport.contract import Terms
+from datastates.transport.fetch import Fetched, fetch
 from datastates.transport.protocol import Open, Opened
-from datastates.transport.session import neighbours
-from datastates.transport.session.neighbours import Neighbours, meet
-from datastates.transport.session.server import Server
-from datastates.transport.session.session import Session
-from datastates.transport.wire import near
+from datastates.transport.same_host import Neighbours, meet
+from datastates.transport.server import Server
+from datastates.transport.session import Session
 from tests.support import warm
 from tests.transport.stores import UID, MemorySink, MemorySource, MemoryStore
 from tests.transport.stores import chunks as chunks_of
@@ -40,7 +38,7 @@ class Placed(MemorySource):
     lie = ""
 
     def addresses(self) -> Sequence[int]:
-        found = [near.address_of(memoryview(piece)) for piece in self.pieces]
+        found = [same_host.address_of(memoryview(piece)) for piece in self.pieces]
         if self.lie:
             found[2] = found[3] if self.lie == "another chunk" else 4096
         return found
@@ -130,10 +128,10 @@ def test_chunks_are_read_from_the_other_process_and_counted_there(other: subproc
 @pytest.mark.parametrize("side", ["server", "client"])
 def test_who_does_not_want_it_clones_over_the_transport(side: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     if side == "server":
-        monkeypatch.setenv(near.SWITCH, "0")
+        monkeypatch.setenv(same_host.SWITCH, "0")
     other = request.getfixturevalue("other")
     url = line_of(other)
-    monkeypatch.setenv(near.SWITCH, "1" if side == "server" else "0")
+    monkeypatch.setenv(same_host.SWITCH, "1" if side == "server" else "0")
     sinks: list[MemorySink] = []
     done, is_wired = loop.run(clone(url, sinks), PATIENCE_S)
     assert sinks[0].memory == chunks_of(1, COUNT, LENGTH)
@@ -163,22 +161,22 @@ def test_a_source_that_dies_is_found_at_once(other: subprocess.Popen[str]) -> No
 def test_a_process_that_is_gone_is_not_read_even_if_its_pid_is_anothers(other: subprocess.Popen[str]) -> None:
     line_of(other)
     here, there = socket.socketpair()
-    target, into = near.Near(os.getpid(), here), memoryview(bytearray(10))
+    target, into = same_host.Near(os.getpid(), here), memoryview(bytearray(10))
     data = np.arange(10, dtype=np.uint8)
-    assert target.read(near.address_of(data.data), [into])
+    assert target.read(same_host.address_of(data.data), [into])
     there.close()
-    assert not target.read(near.address_of(data.data), [into])
+    assert not target.read(same_host.address_of(data.data), [into])
     target.close()
-    assert not target.read(near.address_of(data.data), [into])
+    assert not target.read(same_host.address_of(data.data), [into])
 
 
 def test_memory_of_several_pieces_is_filled_in_order(other: subprocess.Popen[str]) -> None:
     line_of(other)
     here, there = socket.socketpair()
-    target = near.Near(os.getpid(), here)  # the call itself does not mind
+    target = same_host.Near(os.getpid(), here)  # the call itself does not mind
     data = np.arange(1000, dtype=np.uint8)
     pieces = [memoryview(bytearray(size)) for size in (1, 0, 600, 399)]
-    assert target.read(near.address_of(data.data), [piece for piece in pieces if piece.nbytes])
+    assert target.read(same_host.address_of(data.data), [piece for piece in pieces if piece.nbytes])
     assert b"".join(pieces) == data.tobytes()
     here.close()
     there.close()
@@ -208,7 +206,7 @@ async def knock(door: Neighbours, terms: Terms) -> bool:
     script = f"""
 import asyncio
 from datastates.transport.contract import Terms
-from datastates.transport.session.neighbours import meet
+from datastates.transport.same_host import meet
 print(asyncio.run(meet({door.name!r}, Terms({terms.name!r}, {terms.key!r}, "x"))) is not None)
 """
     process = await asyncio.create_subprocess_exec(sys.executable, "-c", script, stdout=subprocess.PIPE)
@@ -235,7 +233,7 @@ def test_only_who_knows_the_session_is_let_in(knows: str) -> None:
 
 @pytest.mark.parametrize("turns", range(5))
 def test_a_door_that_closes_while_somebody_comes_in_sends_them_away(turns: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(neighbours, "_MEET_S", 10 * PATIENCE_S)
+    monkeypatch.setattr(same_host, "_MEET_S", 10 * PATIENCE_S)
 
     async def test() -> None:
         door = Neighbours()
@@ -259,7 +257,7 @@ def test_whoever_proves_that_they_are_near_when_the_session_is_over_is_sent_away
             guest.sendall(hello)
             nonce = await asyncio.to_thread(heard, guest)
             door.forget(TERMS.name)
-            guest.sendall(neighbours._code(TERMS, b"client", hello + nonce))
+            guest.sendall(same_host._code(TERMS, b"client", hello + nonce))
             assert await asyncio.to_thread(heard, guest) == b""
             assert not door.has(TERMS.name)
         await door.close()

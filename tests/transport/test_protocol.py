@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import msgpack
 
-from datastates.content.manifest import CHUNK_BYTES
 from datastates.errors import PeerFault
+from datastates.state.manifest import CHUNK_BYTES
+from datastates.system.failures import Failure
 from datastates.transport import protocol
-from datastates.transport.failures import Failure
 from datastates.transport.protocol import (
     Answer,
     Ask,
@@ -47,7 +47,7 @@ from datastates.transport.protocol import (
     decode,
     encode,
 )
-from datastates.transport.session.pieces import cut
+from datastates.transport.sending import cut
 
 FAILURE = Failure("syntax", "no", text="main~", column=6, expected=("a number",))
 EVERY: list[Message] = [

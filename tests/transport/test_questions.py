@@ -7,22 +7,8 @@ import threading
 
 import pytest
 
-from datastates.errors import (
-    Conflict,
-    DatastatesError,
-    Disconnected,
-    NotFound,
-    PeerFault,
-    SyntaxProblem,
-    Torn,
-    Unavailable,
-)
-from datastates.transport.protocol import (
-    FRAME_BYTES,
-    Ask,
-    Find,
-    Refs,
-)
+from datastates.errors import Conflict, DatastatesError, Disconnected, NotFound, PeerFault, SyntaxProblem, Torn, Unavailable
+from datastates.transport.protocol import FRAME_BYTES, Ask, Find, Refs
 from tests.transport.stores import UID, record
 from tests.transport.worlds import PATIENCE_S, World, run, session, until
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from datastates.errors import Disconnected, Unavailable
-from datastates.transport.session.session import Session
+from datastates.transport.session import Session
 from tests.transport.stores import UID, MemorySource, MemoryStore
 from tests.transport.worlds import STATE, World, opened, receive, run, session, until
 

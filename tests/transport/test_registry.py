@@ -12,12 +12,11 @@ from typing import Any
 import pytest
 
 from datastates.errors import Disconnected, InvalidInput, Unavailable, Unsupported
-from datastates.transport import loop
-from datastates.transport.session.choice import offer
-from datastates.transport.wire import tcp
-from datastates.transport.wire.memory import MemoryTransport
-from datastates.transport.wire.registry import transport_for
-from datastates.transport.wire.ucx import UcxTransport
+from datastates.transport import loop, tcp
+from datastates.transport.handshake import offer
+from datastates.transport.in_process import MemoryTransport
+from datastates.transport.registry import transport_for
+from datastates.transport.ucx import UcxTransport
 
 
 def test_a_scheme_has_one_transport_in_a_process() -> None:

@@ -6,7 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from datastates.transport.clone.schedule import (
+from datastates.transport.fetch_schedule import (
     GRACE_S,
     Absent,
     Accepted,

@@ -11,8 +11,8 @@ from blake3 import blake3
 
 from datastates.errors import Closed, DatastatesError, Disconnected, InvalidInput, NotFound, Unauthorized, Unavailable
 from datastates.transport.limits import Limits
-from datastates.transport.session.server import Server, is_loopback
-from datastates.transport.session.session import Session
+from datastates.transport.server import Server, is_loopback
+from datastates.transport.session import Session
 from tests.transport.stores import UID, MemoryStore
 from tests.transport.wires import QueueTransport
 from tests.transport.worlds import PATIENCE_S, STATE, World, offer, opened, receive, run, session, until

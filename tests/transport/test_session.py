@@ -8,15 +8,8 @@ import threading
 
 import pytest
 
-from datastates.errors import (
-    Closed,
-    DatastatesError,
-    Disconnected,
-    InvalidInput,
-    PeerFault,
-    Unavailable,
-)
-from datastates.transport.failures import Failure
+from datastates.errors import Closed, DatastatesError, Disconnected, InvalidInput, PeerFault, Unavailable
+from datastates.system.failures import Failure
 from datastates.transport.protocol import (
     MAGIC,
     Answer,

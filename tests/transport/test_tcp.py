@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 
 from datastates.errors import Disconnected, InvalidInput, PeerFault, Unavailable
+from datastates.transport import connections, tcp
 from datastates.transport.contract import Channel, Tls
-from datastates.transport.wire import tcp, visitors
 from tests.transport.certificates import certificate
 from tests.transport.worlds import PATIENCE_S
 
@@ -353,14 +353,14 @@ def test_a_listener_that_is_closed_as_somebody_arrives_leaves_no_connection(turn
 
 
 def test_beyond_a_rate_connections_are_taken_in_batches_and_whoever_speaks_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
-    wakes, take = [], visitors.Visitors._take
+    wakes, take = [], connections.Visitors._take
 
-    def noted(self: visitors.Visitors) -> None:
+    def noted(self: connections.Visitors) -> None:
         wakes.append(time.monotonic())
         take(self)
 
-    monkeypatch.setattr(visitors.Visitors, "_take", noted)
-    monkeypatch.setattr(visitors, "_BURST", 0.001)
+    monkeypatch.setattr(connections.Visitors, "_take", noted)
+    monkeypatch.setattr(connections, "_BURST", 0.001)
 
     async def work() -> None:
         async with listening() as (listener, arrivals):
@@ -373,7 +373,7 @@ def test_beyond_a_rate_connections_are_taken_in_batches_and_whoever_speaks_is_he
                 await end.close()
 
     run(work())
-    assert len(wakes) <= (wakes[-1] - wakes[0]) / visitors._TICK_S + 2
+    assert len(wakes) <= (wakes[-1] - wakes[0]) / connections._TICK_S + 2
 
 
 # TLS

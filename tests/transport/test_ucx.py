@@ -19,7 +19,7 @@ from datastates.errors import Disconnected
 from datastates.testing import TransportSuite
 from datastates.transport import loop
 from datastates.transport.contract import Channel, Link, Transport
-from datastates.transport.wire.registry import transport_for
+from datastates.transport.registry import transport_for
 from tests.support import warm
 from tests.transport.worlds import PATIENCE_S
 
@@ -31,7 +31,7 @@ pytest.importorskip("ucxx", reason="UCXX is not installed: pip install 'datastat
 PEER = """
 import asyncio, sys
 from datastates.transport import loop
-from datastates.transport.wire.registry import transport_for
+from datastates.transport.registry import transport_for
 
 async def main():
     transport = transport_for("ucx://")
@@ -193,7 +193,7 @@ def run_script(script: str, **environment: str) -> subprocess.CompletedProcess[s
     start = textwrap.dedent("""
         import asyncio, os, sys, time
         from datastates.transport import loop
-        from datastates.transport.wire.registry import transport_for
+        from datastates.transport.registry import transport_for
         from tests.transport.test_ucx import echo
     """)
     command = [sys.executable, "-c", start + textwrap.dedent(script)]

@@ -24,14 +24,13 @@ import pytest
 
 from datastates.errors import DatastatesError, Disconnected, PeerFault, Unavailable
 from datastates.transport import loop
-from datastates.transport.clone.fetch import fetch
 from datastates.transport.contract import Channel, Tls
-from datastates.transport.session.server import Server
-from datastates.transport.session.session import Session
-from datastates.transport.wire.registry import transport_for
-from datastates.transport.wire.staging import Region
-from datastates.transport.wire.ucx import UcxTransport
-from datastates.transport.wire.ucx_process import Helper
+from datastates.transport.fetch import fetch
+from datastates.transport.registry import transport_for
+from datastates.transport.server import Server
+from datastates.transport.session import Session
+from datastates.transport.ucx import Helper, UcxTransport
+from datastates.transport.ucx_messages import Region
 from tests.support.effort import effort
 from tests.transport.certificates import certificate
 from tests.transport.intruder import children, listening, mangled, remote_write
@@ -80,10 +79,10 @@ import ctypes, os, sys
 from pathlib import Path
 from datastates.transport import loop
 from datastates.transport.contract import Channel, Tls
-from datastates.transport.clone.fetch import fetch
-from datastates.transport.wire.registry import transport_for
-from datastates.transport.session.server import Server
-from datastates.transport.session.session import Session
+from datastates.transport.fetch import fetch
+from datastates.transport.registry import transport_for
+from datastates.transport.server import Server
+from datastates.transport.session import Session
 from tests.transport.stores import UID, MemorySink, MemoryStore, chunks
 
 canary = ctypes.create_string_buffer(b"canary" * 10, 60)
@@ -253,7 +252,7 @@ def test_a_helper_that_stops_while_it_makes_a_link_is_ended_and_the_next_one_wor
         stopped = helper()
         os.kill(stopped.pid, signal.SIGSTOP)
         with monkeypatch.context() as patch:
-            patch.setattr("datastates.transport.wire.ucx_process._LINK_S", 0.2)
+            patch.setattr("datastates.transport.ucx._LINK_S", 0.2)
             with pytest.raises(Disconnected, match=rf"pid {stopped.pid}\) does not answer any more"):
                 await asyncio.wait_for(ucx().link(address), PATIENCE_S / 2)
         await echo()
@@ -270,7 +269,7 @@ def test_a_helper_that_cannot_be_started_leaves_no_descriptor(what: str, monkeyp
     async def work() -> None:
         before = os.listdir("/proc/self/fd")
         with monkeypatch.context() as full:
-            full.setattr(f"datastates.transport.wire.ucx_process.{what}", refuse)
+            full.setattr(f"datastates.transport.ucx.{what}", refuse)
             with pytest.raises(Unavailable, match=r"cannot be started.*Too many open files"):
                 await Helper.start({})
         assert os.listdir("/proc/self/fd") == before
@@ -311,7 +310,7 @@ def test_the_helper_has_nothing_worth_having(monkeypatch: pytest.MonkeyPatch) ->
 
 CONFINED = """
 import ctypes, errno, os, signal, socket, sys
-from datastates.transport.wire import confinement
+from datastates.transport import ucx_helper as confinement
 parent, secret, where, memory = int(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
 import mmap, subprocess
 libc = ctypes.CDLL(None, use_errno=True)
@@ -411,7 +410,7 @@ def test_the_helper_ends_with_its_training_however_that_ends(how: str) -> None:
         import os
         from datastates.transport import loop
         from tests.transport.test_ucx import echo
-        from datastates.transport.wire.registry import transport_for
+        from datastates.transport.registry import transport_for
         loop.run(echo())
         print(transport_for("ucx://").helper.pid, flush=True)
         {"" if how == "end" else how}
@@ -454,7 +453,7 @@ def test_a_loop_that_is_stopped_while_a_helper_ends_leaves_the_next_loop_a_trans
 
 
 def test_a_report_that_nobody_asked_for_ends_the_helper() -> None:
-    from datastates.transport.wire.ucx_words import Ended
+    from datastates.transport.ucx_messages import Ended
 
     async def work() -> None:
         await echo()

@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterable
 
 from datastates.errors import DatastatesError, Disconnected, PeerFault
+from datastates.transport.connections import Arrival, Door
 from datastates.transport.contract import Channel, Link, Listener, Tls, Transport
-from datastates.transport.wire.arrival import Arrival, Door
 
 Change = Callable[[int, bytes], Iterable[bytes]]
 

@@ -9,9 +9,9 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from datastates.transport.protocol import Offer, RefRecord
-from datastates.transport.session.feed import Feed
-from datastates.transport.session.server import Server
-from datastates.transport.session.session import Session
+from datastates.transport.sending import Feed
+from datastates.transport.server import Server
+from datastates.transport.session import Session
 from tests.transport.stores import UID, MemoryStore, chunks, manifest_of, record
 from tests.transport.wires import QueueChannel, QueueTransport
 

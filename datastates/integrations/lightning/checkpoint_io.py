@@ -9,8 +9,11 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +21,47 @@ import torch
 
 from datastates import values
 from datastates.errors import Conflict, InvalidInput, NotFound
-from datastates.integrations.address import SCHEME, address_of, is_address
-from datastates.integrations.kept import opened
+from datastates.integrations.saved import SCHEME, address_of, is_address, opened
 from datastates.lineage.states import State
-from datastates.opening.core import core_of
-from datastates.opening.location import locate
+from datastates.maintenance.core import core_of
+from datastates.maintenance.location import locate
 from datastates.repository import Repository
 from datastates.repository import open as open_repository
-from datastates.tracking.saving import About, save_tree
+from datastates.training.saving import About, save_tree
 
-from .framework import CheckpointIO, TorchCheckpointIO, version
 
-__all__ = ["DatastatesCheckpointIO", "is_checkpoint", "state_at"]
+def _name() -> str:
+    """The package whose Trainer this process uses, as far as its imports show; ``lightning.pytorch`` if they do not."""
+    if "lightning.pytorch" not in sys.modules and "pytorch_lightning" in sys.modules:
+        return "pytorch_lightning"
+    if find_spec("lightning") is not None:
+        return "lightning.pytorch"
+    if find_spec("pytorch_lightning") is not None:
+        return "pytorch_lightning"
+    raise ModuleNotFoundError("datastates.integrations.lightning needs Lightning: pip install 'datastates[lightning]'")
+
+
+NAME = _name()
+
+_pytorch: Any = import_module(NAME)
+_callbacks: Any = import_module(f"{NAME}.callbacks")
+_io: Any = import_module(f"{NAME}.plugins.io")
+
+Callback: Any = _pytorch.Callback
+LightningModule: Any = _pytorch.LightningModule
+EarlyStopping: Any = _callbacks.EarlyStopping
+StochasticWeightAveraging: Any = _callbacks.StochasticWeightAveraging
+Timer: Any = _callbacks.Timer
+WeightAveraging: Any = _callbacks.WeightAveraging
+DDPStrategy: Any = import_module(f"{NAME}.strategies").DDPStrategy
+CheckpointIO: Any = _io.CheckpointIO
+TorchCheckpointIO: Any = _io.TorchCheckpointIO
+version: str = _pytorch.__version__
+
+
+# A CheckpointIO: Lightning's checkpoints become states of a branch, and ``ckpt_path`` may name
+# any state.
+
 
 _logger = logging.getLogger(__name__)
 

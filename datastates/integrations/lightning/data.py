@@ -12,9 +12,9 @@ from typing import Any
 from torch.utils import _pytree as pytree
 
 from datastates.errors import InvalidInput
-from datastates.objects.adapters import has_state
-from datastates.objects.passes import Pass, keeping_generators
-from datastates.objects.rng import RngState
+from datastates.state.adapters import has_state
+from datastates.state.generators import RngState
+from datastates.state.passes import Pass, keeping_generators
 
 __all__ = ["Data", "KeptLoader"]
 

@@ -10,9 +10,8 @@ from unittest.mock import PropertyMock, patch
 import numpy as np
 import torch
 
-from datastates.content.blocks import LANES
-from datastates.content.digester import Digester
-from datastates.content.xxh3 import BLOCK_BYTES, INITIAL, INNER, LAST, SCRAMBLE, STRIPE_BYTES, blocks_before_last, stripes_of_last
+from datastates.state.device_digest import Digester
+from datastates.state.xxh3 import BLOCK_BYTES, INITIAL, INNER, LANES, LAST, SCRAMBLE, STRIPE_BYTES, blocks_before_last, stripes_of_last
 
 __all__ = ["digesting_at_once"]
 

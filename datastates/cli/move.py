@@ -1,0 +1,555 @@
+"""``restore``: writes the bytes of a state to files."""
+
+from __future__ import annotations
+
+import shutil
+import sqlite3
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from datastates.config import Data
+from datastates.errors import Conflict, InvalidInput, NotFound, OverBudget, Unavailable
+from datastates.lineage.views.text import plural
+from datastates.maintenance.location import DATABASE, Location
+
+from .app import AsJson, Repo, Shell, ref_names
+from .interrupt import orderly
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+    from datastates.files.bundle import Bundle
+    from datastates.lineage.states import State
+    from datastates.repository import Repository
+    from datastates.transport.contract import Tls
+    from datastates.transport.peer import Peer
+    from datastates.transport.transfer import Cloned
+
+Rev = Annotated[str, typer.Argument(metavar="REV", help="A state: uid, name, main~3, main@best:val_loss, …", autocompletion=ref_names)]
+
+
+def register_payload(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command()(restore)
+
+
+def restore(
+    context: typer.Context,
+    rev: Rev,
+    into: Annotated[
+        Path, typer.Option("--into", metavar="FILE.safetensors|FOLDER", help="One file, or a folder with one file for each object.")
+    ],
+    only: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--only", metavar="PATTERN", help="Only these objects or tensors: model, 'model/*.weight'; may be repeated.", show_default=False
+        ),
+    ] = None,
+    nearest: Annotated[bool, typer.Option("--nearest", help="If its bytes are gone, take the nearest state by steps.")] = False,
+    force: Annotated[bool, typer.Option("--force", "-f", help="Replace files that are there.")] = False,
+    repo: Repo = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write the tensors of a state to safetensors files, and read them back to check them."""
+    shell = Shell(context, repo, as_json)
+    is_file = into.suffix == ".safetensors"
+    if is_file and into.is_dir():
+        raise InvalidInput(f"{into} is a folder: name a file in it, or a folder without the ending .safetensors")
+    if not is_file and into.exists() and not into.is_dir():
+        raise InvalidInput(f"{into} is a file: name a folder, or a file that ends in .safetensors")
+    with shell.repository() as repository:
+        from datastates.files.checkpoints import export, plan_export
+
+        state = repository.core.state(rev, nearest=nearest)
+        tree = repository.load(state.uid, only=only or None)
+        plan = plan_export(tree, state, into)
+        taken = [str(path) for path in plan if path.exists()]
+        if taken and not force:
+            raise InvalidInput(f"{', '.join(taken)} would be replaced: name another place, or add --force")
+        with progress_of(shell) as progress:
+            total = 2 * sum(file.bytes_total for file in plan.values())
+            bar = progress.add_task(f"restoring {state.uid[:10]}", total=total)
+            export(plan, on_progress=lambda count: progress.advance(bar, count))
+    written = [{"path": str(path), "tensors": len(file.tensors), "bytes": file.bytes_total} for path, file in plan.items()]
+    if shell.as_json:
+        shell.write_json({"state": state.uid, "step": state.step, "files": written})
+        return
+    from datastates.lineage.views.text import size_text
+
+    for file in written:
+        shell.write(f"{file['path']}: {file['tensors']} tensors, {size_text(int(str(file['bytes'])))}")
+
+
+@contextmanager
+def counting(shell: Shell, what: str) -> Iterator[Callable[[int, int], None]]:
+    """A progress bar that counts things other than bytes: it takes how many are done, and how many there are at most."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    hidden = shell.as_json or not shell.console.is_terminal
+    with Progress(*columns, console=Console(stderr=True), transient=True, disable=hidden) as progress:
+        bar = progress.add_task(what, total=None)
+        yield lambda done, total: progress.update(bar, completed=done, total=total)
+
+
+def progress_of(shell: Shell) -> Progress:
+    """A progress bar on standard error, shown only to people."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn())
+    return Progress(*columns, console=Console(stderr=True), transient=True, disable=shell.as_json or not shell.console.is_terminal)
+
+
+# ``export`` and ``import``: states as a folder that can be carried elsewhere, and checkpoint
+# files of other tools.
+
+
+_SHOWN = 20
+
+Revs = Annotated[list[str], typer.Argument(metavar="REV", help="States: uids, names, main~3, …", autocompletion=ref_names)]
+
+
+def register_bundle(app: typer.Typer) -> None:
+    """Add the commands."""
+    app.command("export")(export_states)
+    app.command("import")(import_states)
+
+
+def export_states(
+    context: typer.Context,
+    revs: Revs,
+    bundle: Annotated[Path | None, typer.Option("--bundle", metavar="FOLDER", help="A new folder.", show_default=False)] = None,
+    parents: Annotated[
+        bool, typer.Option("--parents", help="Also the bytes of what merged states were made of, so that they can be verified.")
+    ] = False,
+    into: Annotated[
+        Path | None,
+        typer.Option(
+            "--into", metavar="FOLDER", help="Instead of a bundle: a file for each state, as other programs read it.", show_default=False
+        ),
+    ] = None,
+    kind: Annotated[
+        str, typer.Option("--format", metavar="FORMAT", help="With --into: torch, safetensors, hf (Hugging Face) or dcp.")
+    ] = "torch",
+    pattern: Annotated[
+        str | None,
+        typer.Option("--pattern", metavar="NAME", help="With --into: 'step_{step}.pt', or with {uid}.", show_default=False),
+    ] = None,
+    history: Annotated[bool, typer.Option("--history", help="With --into: also all ancestors of each state that can be restored.")] = False,
+    repo: Repo = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write states with their lineage and tags to a folder that `import` reads elsewhere; with --into, files of torch and others."""
+    if (bundle is None) == (into is None):
+        raise InvalidInput("states go to a bundle or to files: give --bundle FOLDER, or --into FOLDER with --format")
+    shell = Shell(context, repo, as_json)
+    with shell.repository() as repository:
+        if into is not None:
+            return _export_files(shell, repository, revs, into, kind, pattern, history=history)
+        from datastates.files.bundle import export_bundle
+
+        done = export_bundle(repository, revs, str(bundle), with_parents=parents)
+    return _say(shell, done, f"to {bundle}", "written")
+
+
+def _export_files(
+    shell: Shell, repository: Repository, revs: list[str], into: Path, kind: str, pattern: str | None, *, history: bool
+) -> None:
+    from datastates.files.importing import export_files
+
+    chosen = {state.uid: state for state in map(repository.state, revs)}
+    for uid in list(chosen) if history else ():
+        chosen |= {state.uid: state for state in repository.ancestors(uid) if state.status.is_restorable}
+    with counting(shell, "exporting") as count:
+        done = export_files(repository, list(chosen.values()), into, format=kind, pattern=pattern, on_progress=count)
+    if shell.as_json:
+        shell.write_lines({"state": each.state.uid, "step": each.state.step, "path": str(each.path)} for each in done)
+        return
+    for each in done[:_SHOWN]:
+        shell.write(f"{each.path}: step {each.state.step}, {each.state.uid[:10]}")
+    if len(done) > _SHOWN:
+        shell.write(f"and {len(done) - _SHOWN} more")
+
+
+def import_states(
+    context: typer.Context,
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="What `export` wrote; with --pattern, a folder of checkpoint files.")],
+    digest: Annotated[
+        str | None, typer.Option("--digest", metavar="HEX", help="The digest that `export` printed; a bundle with another one is refused.")
+    ] = None,
+    pattern: Annotated[
+        str | None,
+        typer.Option(
+            "--pattern",
+            metavar="NAME",
+            help="Names of checkpoint files: 'step_{step}.pt', 'checkpoint-{step}'. Each is a state, in the order of steps.",
+            show_default=False,
+        ),
+    ] = None,
+    branch: Annotated[str, typer.Option("--branch", metavar="NAME", help="With --pattern: a new branch, or that of an earlier import.")] = (
+        "imported"
+    ),
+    dry_run: Annotated[bool, typer.Option("--dry-run", "-n", help="With --pattern: only say which files there are.")] = False,
+    skip_bad: Annotated[bool, typer.Option("--skip-bad", help="With --pattern: leave out files that are refused, and say why.")] = False,
+    repo: Repo = None,
+    as_json: AsJson = False,
+) -> None:
+    """Bring the states of a folder that `export` wrote into a repository, durable; those that no tag names get the tag import/UID.
+
+    A repository that does not exist is made.
+
+    With --pattern, a folder of checkpoints of torch.save, safetensors, Hugging Face or torch.distributed.checkpoint becomes a branch.
+
+    Nothing in them is executed. An import that was broken off goes on when the same command is given again.
+    """
+    shell = Shell(context, repo, as_json)
+    if pattern is not None:
+        if digest is not None:
+            raise InvalidInput("--digest belongs to a bundle: leave it out, or leave out --pattern")
+        return _import_files(shell, folder, pattern, branch, dry_run=dry_run, skip_bad=skip_bad)
+    if not (folder / "lineage.json").is_file():
+        shell.hint("a folder of checkpoint files is imported with --pattern, such as --pattern 'step_{step}.pt'")
+        raise NotFound(f"{folder} holds no bundle: name a folder that `export` wrote")
+    with shell.repository(must_exist=False) as repository:
+        from datastates.files.bundle import import_bundle
+
+        done = import_bundle(repository, folder, digest=digest)
+        named = {ref.state for ref in repository.refs()}
+        for state in done.states:
+            if state.uid not in named:
+                repository.tag(f"import/{state.uid[:10]}", state.uid)
+    return _say(shell, done, f"from {folder}", "new")
+
+
+def _import_files(shell: Shell, folder: Path, pattern: str, branch: str, *, dry_run: bool, skip_bad: bool) -> None:
+    from datastates.files.importing import import_files
+
+    with shell.repository(must_exist=dry_run) as repository, counting(shell, "importing") as count:
+        done = import_files(repository, folder, pattern, branch=branch, dry_run=dry_run, skip_bad=skip_bad, on_progress=count)
+    if shell.as_json:
+        shell.write_json(
+            {
+                "branch": done.branch,
+                "states": [state.uid for state in done.states],
+                "known": [source.name for source in done.known],
+                "waiting": [source.name for source in done.waiting],
+                "refused": done.refused,
+            }
+        )
+        return
+    for name, why in done.refused.items():
+        shell.write(f"{name} was left out: {why}")
+    known = f"; {len(done.known)} were there already" * bool(done.known)
+    if not dry_run:
+        shell.write(f"{plural(len(done.states), 'state')} on branch {done.branch}{known}")
+        return
+    for source in done.waiting:
+        shell.write(f"step {source.step}: {source.name} ({source.format})")
+    shell.write(f"{plural(len(done.waiting), 'file')} would go to branch {done.branch}{known}")
+
+
+def _say(shell: Shell, done: Bundle, where: str, what: str) -> None:
+    if shell.as_json:
+        uids = [state.uid for state in done.states]
+        shell.write_json(
+            {
+                "states": uids,
+                "ancestors": done.ancestors,
+                "tags": [ref.name for ref in done.tags],
+                "bytes": done.bytes_new,
+                "digest": done.digest,
+            }
+        )
+        return
+    from datastates.lineage.views.text import size_text
+
+    tags = f", tags {', '.join(ref.name for ref in done.tags)}" if done.tags else ""
+    said = f"{plural(len(done.states), 'state')} {where}, {size_text(done.bytes_new)} {what}"
+    shell.write(f"{said}; {plural(done.ancestors, 'ancestor')} without bytes{tags}")
+    shell.write(f"its digest is {done.digest}")
+
+
+# What commands that connect to other processes share: how each side proves who it is.
+
+
+TokenFile = Annotated[
+    Path | None,
+    typer.Option("--token-file", metavar="FILE", help="The file with the server's token (default: DATASTATES_TOKEN).", show_default=False),
+]
+TlsCa = Annotated[
+    Path | None, typer.Option("--tls-ca", metavar="FILE", help="Use TLS, and trust the certificates in this file.", show_default=False)
+]
+
+
+def trusting(ca: Path | None) -> Tls | None:
+    """TLS with servers whose certificates are signed by those in a file; None: without TLS."""
+    from datastates.transport.contract import Tls  # the transport takes a while to import
+
+    return None if ca is None else Tls(trusted=ca)
+
+
+# ``clone``: clones a state that another process serves into a repository of one's own, where it
+# outlives this command.
+
+
+_FORM = "tcp://HOST:PORT/REV"
+_SPARE_BYTES = 64 << 20
+
+
+def register_clone(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command()(clone)
+
+
+def clone(
+    context: typer.Context,
+    source: Annotated[
+        str,
+        typer.Argument(metavar="SOURCE", help=f"{_FORM}; what follows the port is the revision: quote ~ and @{{}} for the shell."),
+    ],
+    branch: Annotated[
+        str | None,
+        typer.Option("--branch", "-b", metavar="NAME", help="Begin this branch at it (default: tag it clone/…).", show_default=False),
+    ] = None,
+    tags: Annotated[bool, typer.Option("--tags", help="Take over the tags of the state and of its ancestors.")] = False,
+    also: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--also", metavar="URL", help="A further source (tcp://HOST:PORT), to share the work; may be repeated.", show_default=False
+        ),
+    ] = None,
+    token_file: TokenFile = None,
+    tls_ca: TlsCa = None,
+    data: Annotated[
+        Data | None,
+        typer.Option("--data", help="What carries the bytes (default: DATASTATES_DATA, else auto). ucx needs ucx://.", show_default=False),
+    ] = None,
+    timeout: Annotated[
+        float, typer.Option("--timeout", metavar="SECONDS", min=0.1, help="Treat a source that is silent for this long as dead.")
+    ] = 10.0,
+    repo: Annotated[
+        str | None,
+        typer.Option(
+            "--repo",
+            "-r",
+            "--into",
+            metavar="URL",
+            help="The repository that takes it; made if it is not there (default: as for other commands).",
+            show_default=False,
+        ),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Clone a state that another process serves, with its ancestry, and make it durable here. Only what is not here yet is moved."""
+    shell = Shell(context, repo, as_json)
+    url, rev = split_source(source)
+    if branch is not None:
+        _check_name(branch)
+    location = shell.location(must_exist=False)
+    import_module("datastates.repository")  # imports that take long come before anything is begun
+    from datastates.transport.peer import connect
+
+    orderly()
+    with connect([url, *(also or [])], token_file=token_file, tls=trusting(tls_ca), timeout_s=timeout, data=data) as peer:
+        state = peer.state(rev)
+        with _made(location), _opened(location, state) as repository:
+            name = _Name.of(repository, state, branch)
+            done = None if _holds(repository, state.uid) else _fetch(shell, peer, repository, state, tags=tags)
+            if done is not None:
+                _make_durable(shell, repository, state)
+            name.give(repository, state, source=url)
+    _report(shell, state, done, location, name)
+
+
+def split_source(source: str) -> tuple[str, str]:
+    """The url of a server, and the revision: everything after the first slash behind host and port, whatever it contains.
+
+    :raises InvalidInput: one of them is missing.
+    """
+    scheme, colons, rest = source.partition("://")
+    place, _, rev = rest.partition("/")
+    if not (scheme and colons and place):
+        raise InvalidInput(f"{source!r} names no server: write {_FORM}, such as tcp://10.0.0.2:4711/main")
+    if not rev:
+        raise InvalidInput(f"{source!r} names no revision: write {scheme}://{place}/main, or another that `datastates refs` lists there")
+    return f"{scheme}://{place}", rev
+
+
+@dataclass(frozen=True, slots=True)
+class _Name:
+    """The name that keeps the state after this command has ended."""
+
+    kind: str
+    name: str
+    is_there: bool
+
+    @classmethod
+    def of(cls, repository: Repository, state: State, branch: str | None) -> _Name:
+        """A branch if one is asked for, else a tag; a name that already names this state is used again.
+
+        :raises Conflict: the name is taken.
+        """
+        kind, name = ("tag", f"clone/{state.uid[:10]}") if branch is None else ("branch", branch)
+        found = next((ref for ref in repository.refs() if ref.name == name), None)
+        if found is not None and (found.kind.value, found.state) != (kind, state.uid):
+            raise Conflict(f"{found.kind} {name!r} is at {found.state[:10]} in {repository.location}: choose another name with --branch")
+        return cls(kind, name, found is not None)
+
+    def give(self, repository: Repository, state: State, *, source: str) -> None:
+        """Give the state this name."""
+        if self.is_there:
+            return
+        if self.kind == "branch":
+            repository.branch(self.name, state.uid)
+        else:
+            repository.tag(self.name, state.uid, message=f"cloned from {source}")
+
+
+def _check_name(branch: str) -> None:
+    from datastates.lineage.write.refs import check_name
+
+    check_name(branch)
+
+
+@contextmanager
+def _made(location: Location) -> Iterator[None]:
+    """Remove what this command makes of the repository if it fails, unless somebody uses it by then."""
+    root, packs = location.root, location.packs
+    if root is None or location.is_present:
+        yield
+        return
+    folders = [folder for folder in (packs, root, *root.parents) if not folder.exists()]
+    try:
+        yield
+    except BaseException:
+        with suppress(OSError, sqlite3.Error):
+            _unmake(root, packs, folders)
+        raise
+
+
+def _unmake(root: Path, packs: Path, folders: Sequence[Path]) -> None:
+    """Remove a repository, with the ``folders`` that were made for it, unless it has a state or somebody has it open."""
+    from datastates.lineage import sqlite_files
+    from datastates.maintenance.lease import held_in
+
+    with sqlite_files.alone(root / DATABASE) as is_alone:
+        if not is_alone or held_in(packs) or any(packs.glob("*.manifest")) or not _is_empty(root / DATABASE):
+            return
+        for path in root.glob(f"{DATABASE}*"):
+            path.unlink()
+        if packs in folders:
+            shutil.rmtree(packs, ignore_errors=True)
+        for folder in folders:
+            with suppress(OSError):
+                folder.rmdir()
+
+
+def _is_empty(path: Path) -> bool:
+    """Whether a lineage that nobody has open has no state. What a killed process left in its log counts as one."""
+    if not path.exists():
+        return True
+    log = path.with_name(f"{path.name}-wal")
+    if log.exists() and log.stat().st_size:
+        return False
+    # immutable: the locks that it would take are held by us
+    with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro&immutable=1", uri=True)) as connection:
+        has_table = connection.execute("SELECT EXISTS (SELECT 1 FROM sqlite_master WHERE name = 'state')").fetchone()[0]
+        return not (has_table and connection.execute("SELECT EXISTS (SELECT 1 FROM state)").fetchone()[0])
+
+
+@contextmanager
+def _opened(location: Location, state: State) -> Iterator[Repository]:
+    """The repository, with memory for the state: the size in DATASTATES_MEMORY, else a quarter of what is free, or what the state takes."""
+    from datastates.config import Config
+    from datastates.repository import open as open_repository
+    from datastates.system.memory import available_memory_bytes
+
+    needed, free = state.bytes_total + state.bytes_total // 8 + _SPARE_BYTES, available_memory_bytes()
+    chosen = Config.from_environment().memory_bytes
+    if (free if chosen is None else chosen) < state.bytes_total:
+        limit = f"only {free} are free here" if chosen is None else f"DATASTATES_MEMORY allows {chosen}"
+        raise OverBudget(f"the {state.bytes_total} bytes of state {state.uid[:10]} pass through memory, and {limit}: make room for it")
+    budget = chosen or max(min(needed, free), free // 4)
+    with open_repository(
+        str(location) if location.root else location.database_url, packs=location.packs, memory_bytes=budget
+    ) as repository:
+        yield repository
+
+
+def _holds(repository: Repository, uid: str) -> bool:
+    return repository.core.tiers.durable.has(uid)
+
+
+def _fetch(shell: Shell, peer: Peer, repository: Repository, state: State, *, tags: bool) -> Cloned:
+    with _progress(shell) as progress:
+        bar = progress.add_task(f"cloning {state.uid[:10]}", total=None)
+        transfer = peer.begin_clone(
+            state.uid, repo=repository, tags=tags, on_progress=lambda done, total: progress.update(bar, completed=done, total=total)
+        )
+        try:
+            return transfer.wait()
+        except BaseException:  # including SIGTERM: nothing may be written any more when the repository is closed
+            transfer.cancel()
+            with suppress(Exception):  # that it was cancelled, or what the error below says already
+                transfer.wait()
+            raise
+
+
+def _make_durable(shell: Shell, repository: Repository, state: State) -> None:
+    """Wait until the state is on disk.
+
+    :raises Unavailable: it could not be written.
+    """
+    with shell.console.status("writing it to disk") if _is_watched(shell) else nullcontext():
+        host = repository.core.host()
+        host.want(state.uid)
+        host.drain()
+    if not _holds(repository, state.uid):
+        raise Unavailable(f"state {state.uid[:10]} came, but could not be written to {repository.location.packs}: is the disk full?")
+
+
+def _report(shell: Shell, state: State, done: Cloned | None, location: Location, name: _Name) -> None:
+    moved, seconds, sources = (done.bytes_moved, done.seconds, dict(done.by_source)) if done else (0, 0.0, {})
+    if shell.as_json:
+        shell.write_json(
+            {"state": state.uid, "step": state.step, "digest": state.digest, "bytes": state.bytes_total, "bytes_moved": moved}
+            | {"seconds": seconds, "sources": sources, "repository": str(location), name.kind: name.name}
+        )
+        return
+    from datastates.lineage.views.text import size_text
+
+    came = f"{size_text(moved)} of {size_text(state.bytes_total)} came in {seconds:.2f} s" if done else "it was here already"
+    shell.console.print(
+        f"state {state.uid} (step {state.step}): {came}, durable in {location}, {name.kind} {name.name}\n"
+        f"to write its tensors: datastates restore {name.name} --repo {location} --into FILE.safetensors",
+        soft_wrap=True,  # to be copied: not folded
+    )
+
+
+def _is_watched(shell: Shell) -> bool:
+    from rich.console import Console
+
+    return not shell.as_json and shell.console.is_terminal and Console(stderr=True).is_terminal
+
+
+def _progress(shell: Shell) -> Progress:
+    """A progress bar on standard error, shown only to people."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(binary_units=True),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    return Progress(*columns, console=Console(stderr=True), transient=True, disable=not _is_watched(shell))

@@ -1,0 +1,851 @@
+"""What this process tells the lineage: in order, late if the database is away, and again if the database has forgotten.
+
+Captures do not wait for the disk of a PostgreSQL server, so a server that is killed loses the commits of its last moments; a server that
+is restarted, or cut off, does not answer for a while. Neither must harm the training: states are in memory, and so is what has to be told
+of them.
+
+Rules:
+- States are told in the order in which they were captured, so a parent is known before its child. News of a state's disk, and of its
+  leaving memory, comes after the state itself.
+- While the database is away (it is asked once a second), news waits. One line of the log says so, and another when the database is back.
+- News that was told is kept as long as the state is in memory, and until a later commit survives the server; and that of the last 10,000
+  states besides, as the database may be replaced by an older copy. If something turns out to be unknown, everything that is kept and
+  unknown is told again, in order. Ancestors that this process never told, or no longer keeps, are told as their manifests describe them.
+- A state whose branch another process moved meanwhile is told without its branch: it exists, under its uid.
+- A part of a state of several is told in the same way. This process hears the fate of that state with whatever it tells next, or when it
+  asks (``parts``); until then the part waits.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import queue
+import signal
+import sys
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from types import FrameType
+from typing import TYPE_CHECKING, Protocol, TypeVar
+
+from datastates.errors import Conflict, DatastatesError, NotFound, Unavailable
+from datastates.lineage import lookup
+from datastates.lineage.chronicle import RunLine
+from datastates.lineage.database import Database, undeterred
+from datastates.lineage.query.incomplete import Outcome, outcomes
+from datastates.lineage.query.names import reflog, refs
+from datastates.lineage.schema import to_us
+from datastates.lineage.states import GivenUp, Run, State, Status, Why
+from datastates.lineage.views.text import plural
+from datastates.lineage.write import clones, parts, replicas, runs
+from datastates.lineage.write import record as lineage_record
+from datastates.lineage.write import refs as lineage_refs
+from datastates.lineage.write.replicas import Mark, held
+from datastates.storage.roles import DurableTier
+from datastates.storage.tier import Placed
+from datastates.storage.tiers import CAPTURED
+from datastates.system.interrupts import Mutex
+from datastates.system.logs import event
+from datastates.system.threads import Latch
+
+from .rank_reports import Entry, Heard, Parts, Said, Skip, lines_of, report, tell
+
+if TYPE_CHECKING:
+    from sqlalchemy.orm import Session
+
+_MOST_GONE = 1000
+"""The most states that left memory and are kept only because no later commit was durable; then the next commit is made durable."""
+
+
+class Leaving:
+    """The uids of states that left memory. ``add`` and ``in`` are safe from any thread and never wait; the rest runs in turn."""
+
+    def __init__(self) -> None:
+        self._untold: list[str] = []
+        self._gone: list[str] = []
+        self._changing = Mutex()
+
+    def __contains__(self, uid: str) -> bool:
+        """Whether a state left memory, and that was not told yet."""
+        return uid in self._untold
+
+    def add(self, uids: Iterable[str]) -> None:
+        """Note that these states left memory."""
+        with self._changing:
+            self._untold += uids
+
+    def untold(self, is_due: Callable[[str], bool] = lambda uid: True) -> list[str]:
+        """The states that have to be told, in the order in which they left."""
+        with self._changing:
+            return [uid for uid in self._untold if is_due(uid)]
+
+    def note(self, told: Collection[str]) -> None:
+        """Note that these were told; a server that is killed may forget it."""
+        if told:
+            done = frozenset(told)
+            self.keep(lambda uid: uid not in done)
+            self._gone += told
+
+    def keep(self, is_kept: Callable[[str], bool]) -> bool:
+        """Keep only these of the states that have to be told; returns whether others were dropped."""
+        with self._changing:
+            kept = [uid for uid in self._untold if is_kept(uid)]
+            is_less, self._untold = len(kept) < len(self._untold), kept
+        return is_less
+
+    @property
+    def gone(self) -> list[str]:
+        """The states that were told, and may still be forgotten."""
+        return list(self._gone)
+
+    @property
+    def is_crowded(self) -> bool:
+        """Whether so many may still be forgotten that the next commit has to survive the server."""
+        return len(self._gone) >= _MOST_GONE
+
+    def settle(self) -> list[str]:
+        """Note that a commit survives the server, and with it everything told before; returns the uids that need not be remembered any
+        more.
+        """
+        gone, self._gone = self._gone, []
+        return gone
+
+
+# What this process tells the lineage: in order, late if the database is away, and again if the
+# database has forgotten.
+
+
+_logger = logging.getLogger(__name__)
+_T = TypeVar("_T")
+
+PATIENCE_S = 60.0
+"""How long, in seconds, the database may be away before waiting callers get an error."""
+
+_MOST_WAITING = 10_000
+"""The most states that wait to be told, and that are remembered after they were told and left memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Listener:
+    """The callbacks of a journal, on the thread that told the lineage, which may be any.
+
+    Called when the lineage knows of a state (with the reason why its branch did not move, if it was told late), when it knows of its
+    replica on disk and the bytes added there, and when it refuses either. For a part that was told, called when its state is whole or given
+    up, and when another rank makes the state durable (and whether that rank keeps it off further tiers), or has lost its part before.
+    """
+
+    recorded: Callable[[Entry, State, Conflict | None], None]
+    durable: Callable[[str, int], None]
+    failed: Callable[[str, Exception, Entry | None], None]
+    whole: Callable[[Entry, Outcome], None]
+    given_up: Callable[[Entry, GivenUp], None]
+    wanted: Callable[[str, bool], None]
+    lost: Callable[[str], None]
+
+
+class Journal:
+    """Tells the lineage of states; one for each process and repository. Every method is safe from any thread, and ``evict`` never waits."""
+
+    def __init__(self, *, database: Database, local: DurableTier, run: Run, folder: str, holder: str, listener: Listener) -> None:
+        self._database, self._local, self._runs, self._folder, self._holder = database, local, [run], folder, holder
+        self._listener = listener
+        self._turn = Mutex()
+        """Held during a transaction, so that news stays in order; never taken under another lock."""
+        self._waiting: dict[str, Entry] = {}
+        self._marks: dict[str, Sequence[Placed]] = {}
+        self._told: dict[str, Entry] = {}
+        self._past: deque[Entry] = deque(maxlen=_MOST_WAITING)
+        self._parts = Parts()
+        self._evicted = Leaving()
+        self._away_since: float | None = None
+        self._why = ""
+        self.on_half: Callable[[], None] = lambda: None
+        """Called when a part of this process is on its disk, and those of other ranks are not on theirs yet; on any thread."""
+
+    @property
+    def pending(self) -> int:
+        """States and replicas that wait to be told, and states that wait for parts of other ranks."""
+        return len(self._waiting) + len(self._marks) + len(self._parts)
+
+    def is_pending(self, uid: str) -> bool:
+        """Whether news of this state waits to be told, or the state waits for parts of other ranks."""
+        return uid in self._waiting or uid in self._marks or uid in self._parts or self._parts.is_half(uid)
+
+    def overdue(self) -> Unavailable | None:
+        """The error for waiting callers, once the database has been away for too long."""
+        since = self._away_since
+        if since is None or time.monotonic() - since < PATIENCE_S:
+            return None
+        waiting = [entry.new.facts for entry in list(self._waiting.values())]
+        steps = ", ".join(f"{facts.branch} step {facts.step} ({facts.uid[:10]})" for facts in waiting[-5:])
+        what = (
+            f"{plural(len(waiting), 'state')} wait{'s' * (len(waiting) == 1)} to be recorded, the last of them {steps}"
+            if waiting
+            else "nothing waits to be recorded"
+        )
+        return Unavailable(f"the lineage does not answer since {time.monotonic() - since:.0f} s ({self._why}); {what}", trouble="lineage")
+
+    # --- what is told ------------------------------------------------------------------------------------------------------
+
+    def record(self, entries: Sequence[Entry]) -> dict[str, Exception]:
+        """Record states in one go, now or when the database answers; returns, by uid, why some of them were refused.
+
+        States that depend on a refused one are refused with it. An absent database is no reason to refuse, unless it has been away for so
+        long that no more states can wait.
+        """
+        with self._turn:
+            told, refused = self._record(entries)
+        for entry in entries:
+            if (state := told.get(entry.new.uid)) is not None:
+                self._listener.recorded(entry, state, None)
+        return refused
+
+    def find(self, uid: str) -> State | None:
+        """A state that is in this process's memory, as far as the lineage knows.
+
+        :raises Unavailable: the database is away.
+        """
+        with self._database.read() as session:
+            is_held = uid in held(session, [uid], tier=CAPTURED, node=self._holder)
+            return lookup.state(session, uid) if is_held else None
+
+    def conclude(self, entry: Entry) -> bool:
+        """After an error while a state was recorded: whether the lineage has the state (then the listener hears of it), or it waits.
+
+        :raises DatastatesError: the lineage does not say, for another reason than that the database is away.
+        """
+        uid = entry.new.uid
+        if entry.rank is not None:
+            return self._conclude_part(entry, entry.rank)
+        with self._turn:
+            state = None
+            try:
+                if self._away_since is None and uid not in self._waiting:
+                    state = self.find(uid)
+                    if state is None:
+                        return False
+                    self._told[uid] = entry
+            except Unavailable as error:
+                self._note_away(error)
+            if state is None:
+                self._wait(entry)
+                return True
+        self._listener.recorded(entry, state, None)
+        return True
+
+    def _conclude_part(self, entry: Entry, rank: int) -> bool:
+        """``conclude`` for a part: returns whether it was told."""
+        uid = entry.new.uid
+        with self._turn:
+            if uid in self._parts or uid in self._told or uid in self._waiting:
+                return True
+            try:
+                if self._away_since is None:
+                    with self._database.read() as session:
+                        _, unknown = outcomes(session, {uid: rank})
+                    if not unknown:
+                        self._parts.begin([entry])
+                    return not unknown
+            except Unavailable as error:
+                self._note_away(error)
+            self._wait(entry)
+            return True
+
+    def mark(self, placed: Mapping[str, Sequence[Placed]]) -> None:
+        """Note that states are on this node's disk: of each, the parts that this process had. They are told in one transaction.
+
+        :raises NotFound: neither the lineage nor this process knows one of the states. Any other error of the lineage is raised too, except
+            that the database is away.
+        """
+        with self._turn:
+            self._marks.update(placed)
+            if self._away_since is not None:
+                return
+            try:
+                self._or_recall(partial(self._tell_marks, placed))
+            except Unavailable as error:
+                self._note_away(error)
+                return
+            except BaseException:
+                for uid in placed:
+                    self._marks.pop(uid, None)
+                raise
+        for uid, each in placed.items():
+            self._tell_durable(uid, each)
+
+    # --- states of several parts ---------------------------------------------------------------------------------------------
+
+    def skip(self, skip: Skip) -> None:
+        """Note that this rank has no part of a state; told with whatever is told next, or by ``ask``. Never waits."""
+        self._parts.skip(skip)
+
+    @property
+    def is_waiting_for_others(self) -> bool:
+        """Whether a part that was told waits for those of other ranks, or a missing part of this rank is still to be told."""
+        return not self._parts.is_idle
+
+    @property
+    def is_awaiting(self) -> bool:
+        """Whether a part waits for those of other ranks: to be told, or to be on their disks."""
+        return self._parts.is_awaiting
+
+    @property
+    def has_news(self) -> bool:
+        """Whether other ranks have to be told of states of which this rank has no part, or of which it writes its part."""
+        return self._parts.is_to_tell
+
+    def missing(self, uid: str) -> str | None:
+        """What a state still waits for from other ranks, in words; None if it does not wait, or nothing is known."""
+        if self._away_since is not None or not (uid in self._parts or self._parts.is_half(uid)):
+            return None
+        try:
+            with self._database.read() as session:
+                return self._parts.missing(session, uid, self._local.name)
+        except DatastatesError:
+            return None
+
+    @property
+    def may_be_wanted(self) -> bool:
+        """Whether other ranks may make durable a state that this rank has in memory only."""
+        return self._parts.may_be_wanted
+
+    def want(self, uid: str, *, is_near: bool = False) -> None:
+        """Make a state durable: if it has several parts, the other ranks are told and write theirs. Never waits.
+
+        ``is_near``: keep it off further tiers, on the other ranks too.
+        """
+        self._parts.want(uid, is_near=is_near)
+
+    def pass_on(self, uid: str) -> None:
+        """Let a state that was kept off further tiers go on; if it has several parts, the other ranks are told. Never waits."""
+        self._parts.pass_on(uid)
+
+    def ask(self, patience_s: float | None = None) -> None:
+        """Hear the fate of the parts that wait, and tell of parts that this rank lacks. Parts that have waited longer than ``patience_s``
+        are given up.
+        """
+        if (self._parts.is_idle and not self._parts.may_be_wanted) or self._away_since is not None:
+            return
+        with self._turn:
+            try:
+                late = [] if patience_s is None else self._parts.late(patience_s)
+                said = self._parts.said(late=late, patience_s=patience_s)
+                heard = report(self._database, said)
+            except Unavailable as error:
+                self._note_away(error)
+                return
+            self._heed(said, heard)
+
+    def begin(self, run: Run) -> None:
+        """Note that a training of this process begins; the database may forget it as it may forget states."""
+        self._runs.append(run)
+
+    def evict(self, uids: Iterable[str]) -> None:
+        """Note that states left this process's memory; told with the next state, or by ``tell_evictions``."""
+        left = list(uids)
+        self._evicted.add(left)
+        self._parts.leave(left)
+
+    def is_leaving(self, uid: str) -> bool:
+        """Whether a state left this process's memory, and that was not told yet."""
+        return uid in self._evicted
+
+    @undeterred
+    def tell_evictions(self) -> None:
+        """Tell now which states left memory.
+
+        :raises Unavailable: the database is away.
+        """
+        with self._turn:
+            self._evicted.note(self._or_recall(self._tell_evictions))
+            self._forget_gone()
+
+    # --- the database is away, or has forgotten --------------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """Tell what waits, if the database answers again; does nothing if it was not away."""
+        if self._away_since is None:
+            return
+        with self._turn:
+            if self._away_since is None:
+                return
+            try:
+                self._recall(self._waiting.values())
+                for entry in list(self._waiting.values()):
+                    if entry.rank is None:
+                        self._tell_late(entry)
+                    else:
+                        self._tell_part_late(entry, entry.rank)
+                for uid, placed in list(self._marks.items()):
+                    self._mark_late(uid, placed)
+            except Unavailable as error:
+                self._note_away(error)
+            else:
+                after = time.monotonic() - self._away_since
+                _logger.warning("the lineage answers again after %.0f s", after, extra=event("lineage.back", seconds=after))
+                self._away_since = None
+
+    def note_away(self, error: Unavailable) -> None:
+        """Note that other code found the database away."""
+        with self._turn:
+            self._note_away(error)
+
+    def check(self, session: Session) -> bool:
+        """Whether the newest state told of each branch is known: if commits are lost, those are among them."""
+        newest = {entry.new.facts.branch: uid for uid, entry in list(self._told.items())}
+        return len(clones.known(session, newest.values())) == len(newest)
+
+    def recall(self) -> None:
+        """Tell again what the database has forgotten."""
+        with self._turn:
+            self._recall()
+
+    # All below runs in turn
+
+    def _record(self, entries: Sequence[Entry]) -> tuple[dict[str, State | None], dict[str, Exception]]:
+        told: dict[str, State | None] = {}
+        refused: dict[str, Exception] = {}
+        try:
+            if self._away_since is None:
+                self._tell_each(entries, told, refused)
+        except Unavailable as error:
+            self._note_away(error)
+        for entry in entries:
+            if entry.new.uid not in told and entry.new.uid not in refused:
+                try:
+                    self._wait(entry)
+                except Unavailable as error:
+                    refused[entry.new.uid] = error
+        return told, refused
+
+    def _tell_each(self, entries: Sequence[Entry], told: dict[str, State | None], refused: dict[str, Exception]) -> None:
+        """Record all entries in one transaction; if that fails, record them one by one, to find those that cannot be recorded."""
+        if len(entries) > 1:
+            try:
+                told.update(self._or_recall(partial(self._tell, entries), entries))
+            except Unavailable:
+                raise
+            except Exception as error:  # whatever refuses one of them
+                _logger.debug("%d states are recorded one by one: %r", len(entries), error)
+            else:
+                return
+        for entry in entries:
+            if entry.rank is None and entry.new.facts.parent in refused:
+                refused[entry.new.uid] = refused[entry.new.facts.parent]
+                continue
+            try:
+                told.update(self._or_recall(partial(self._tell, [entry]), [entry]))
+            except Unavailable:
+                raise
+            except Exception as error:  # whatever refuses this state: its handle raises it, and the others are recorded
+                refused[entry.new.uid] = error
+
+    def _wait(self, entry: Entry) -> None:
+        if len(self._waiting) >= _MOST_WAITING:
+            raise Unavailable(f"{_MOST_WAITING} states wait to be recorded, and the lineage does not answer ({self._why}): bring it back")
+        self._waiting[entry.new.uid] = entry
+
+    def _note_away(self, error: Unavailable) -> None:
+        self._why = " ".join(str(error).split())  # drivers write several lines
+        if self._away_since is None:
+            self._away_since = time.monotonic()
+            _logger.warning(
+                "the lineage does not answer: captures go on in memory, and are recorded when it does (%s)",
+                self._why,
+                extra=event("lineage.away", reason=self._why),
+            )
+
+    def _or_recall(self, do: Callable[[], _T], coming: Sequence[Entry] = ()) -> _T:
+        """The result of ``do``, which is done again if the lineage had forgotten what it needs."""
+        try:
+            return do()
+        except (NotFound, Conflict):
+            if not self._recall(coming):
+                raise
+            return do()
+
+    def _tell(self, entries: Sequence[Entry]) -> dict[str, State | None]:
+        """The recorded states; None for a part that was told, whose state may or may not be whole now."""
+        whole, told = [entry for entry in entries if entry.rank is None], [entry for entry in entries if entry.rank is not None]
+        is_durable, evicted = self._evicted.is_crowded, self._leaving()
+        said = replace(self._parts.said(told), evicted=tuple(evicted), tier=CAPTURED, holder=self._holder, is_durable=is_durable)
+        states: list[State] = []
+        if whole:
+            states, heard = self._tell_whole(whole, said)
+        else:
+            heard = report(self._database, said)
+        self._told.update((entry.new.uid, entry) for entry in whole)
+        self._evicted.note(evicted)
+        if is_durable:
+            self._forget_gone()
+        self._parts.begin(told)
+        self._heed(said, heard)
+        return {**{state.uid: state for state in states}, **dict.fromkeys((entry.new.uid for entry in told), None)}
+
+    @undeterred
+    def _tell_whole(self, entries: Sequence[Entry], said: Said) -> tuple[list[State], Heard]:
+        with self._database.write(durable=said.is_durable) as session:
+            states = lineage_record.record_all(session, [entry.new for entry in entries])
+            heard = tell(session, said)
+        return states, heard
+
+    def _heed(self, said: Said, heard: Heard) -> None:
+        """Act on what was heard of parts; each part waits until its listener knows. Parts that the lineage does not know are told again."""
+        if heard.forgotten:
+            again = replace(said, parts=self._parts.said([self._parts.entry(uid) for uid in heard.forgotten]).parts)
+            with suppress(Unavailable):  # the next question finds out
+                heard = report(self._database, again)
+        wanted = self._parts.heed(said, heard)
+        for uid, outcome in heard.outcomes.items():
+            entry = self._parts.entry(uid)
+            if outcome.given_up is not None:
+                self._listener.given_up(entry, outcome.given_up)
+            else:
+                self._told[uid] = entry
+                self._parts.become_whole(uid)
+                self._listener.whole(entry, outcome)
+            self._parts.end(uid)
+        for uid, is_near in wanted.items():
+            self._listener.wanted(uid, is_near)
+        for uid, added, is_durable in self._parts.settled(heard):
+            if is_durable:
+                self._listener.durable(uid, added)
+            else:
+                self._listener.lost(uid)
+
+    def _tell_late(self, entry: Entry) -> None:
+        new, moved, kept = entry.new, None, entry
+        try:
+            with self._database.read() as session:
+                is_known = bool(clones.known(session, [new.uid]))  # the commit got through, its answer did not
+                state = lookup.state(session, new.uid) if is_known else None
+            if state is None:
+                try:
+                    state = self._tell([entry])[new.uid]
+                except Conflict as error:
+                    moved, kept = error, replace(entry, new=new.without_branch())
+                    state = self._tell([kept])[new.uid]
+        except Unavailable:
+            raise
+        except DatastatesError as error:
+            del self._waiting[new.uid]
+            self._listener.failed(new.uid, error, entry)
+            return
+        assert state is not None, "it is no part"
+        del self._waiting[new.uid]
+        self._told[new.uid] = kept
+        self._listener.recorded(entry, state, moved)
+
+    def _tell_part_late(self, entry: Entry, rank: int) -> None:
+        try:
+            self._tell([entry])
+        except Unavailable:
+            raise
+        except DatastatesError as error:
+            self._parts.skip(Skip(entry.new.facts, rank, Why.FAILED, str(error)))
+            self._listener.failed(entry.new.uid, error, entry)
+        del self._waiting[entry.new.uid]
+
+    def _tell_marks(self, placed: Mapping[str, Sequence[Placed]]) -> None:
+        marks = tuple(self._mark_of(uid, part) for uid, each in placed.items() for part in each)
+        marked = report(self._database, Said(marks=marks, is_durable=True)).marked
+        for uid, each in placed.items():
+            if marked[uid] is Status.CAPTURED:  # it has parts that are not on the disks of their ranks
+                self._parts.await_durable(uid, _added(each))
+            del self._marks[uid]
+        self._forget_gone()
+
+    def _mark_of(self, uid: str, placed: Placed) -> Mark:
+        tier = self._local
+        return Mark(uid, tier.gives, tier.name, self._folder, placed.manifest.origin.rank, placed.manifest.bytes_new)
+
+    def _mark_late(self, uid: str, placed: Sequence[Placed]) -> None:
+        try:
+            self._or_recall(partial(self._tell_marks, {uid: placed}))
+        except Unavailable:
+            raise
+        except DatastatesError as error:
+            del self._marks[uid]
+            self._listener.failed(uid, error, None)
+        else:
+            self._tell_durable(uid, placed)
+
+    def _tell_durable(self, uid: str, placed: Sequence[Placed]) -> None:
+        if self._parts.is_half(uid):
+            self.on_half()
+        else:
+            self._listener.durable(uid, _added(placed))
+
+    def _tell_evictions(self) -> list[str]:
+        with self._database.write(durable=True) as session:
+            evicted = self._leaving()
+            replicas.evict(session, evicted, tier=CAPTURED, node=self._holder)
+        return evicted
+
+    def _leaving(self) -> list[str]:
+        """The states that left memory and have to be told; none is told before the state itself."""
+        return self._evicted.untold(lambda uid: uid not in self._waiting and uid not in self._parts)
+
+    def _forget_gone(self) -> None:
+        """Note that a commit was durable, and with it all earlier ones."""
+        self._past += [self._told.pop(uid) for uid in self._evicted.settle() if uid in self._told]
+
+    @undeterred
+    def _recall(self, coming: Iterable[Entry] = ()) -> bool:
+        """Tell again what the database has forgotten, runs and ancestors included; returns whether there was anything. ``coming`` is told
+        next.
+        """
+        told = {**{entry.new.uid: entry for entry in self._past}, **self._told}
+        with self._database.read() as session:
+            unknown = [run for run in list(self._runs) if not _has_run(session, run.uid)]
+            known = clones.known(session, {**told, **dict.fromkeys(self._evicted.untold())})
+            ahead = {*self._waiting, *(entry.new.uid for entry in coming)}
+            lost = self._lost(session, told, ahead, [parent for entry in coming for parent in entry.new.facts.parents])
+        # evicted states that nobody knows any more would block all later news
+        was_in_the_way = self._evicted.keep(lambda uid: uid in known or uid in told or uid in self._waiting or uid in self._parts)
+        if not unknown and not lost:
+            return was_in_the_way
+        wanted = [(entry, range(entry.new.facts.world_size) if entry.rank is None else [entry.rank]) for entry in lost]
+        whole = self._local.whole_parts((entry.new.uid, rank) for entry, ranks in wanted for rank in ranks)
+        with self._database.write(durable=True) as session:
+            for run in unknown:
+                runs.start(session, run)
+            for entry in lost:
+                self._tell_again(session, entry)
+            tell(session, Said(marks=tuple(self._mark_of(uid, placed) for (uid, _), placed in whole.items())))
+            gone = clones.known(session, {*self._evicted.gone, *(entry.new.uid for entry in lost if entry.new.uid not in self._told)})
+            replicas.evict(session, gone, tier=CAPTURED, node=self._holder)
+        self._parts.begin(
+            entry for entry in lost if entry.rank is not None and entry.new.uid in self._told
+        )  # others tell theirs again, too
+        # parts of memory that is gone are told once: their states may never be whole
+        self._past = deque((entry for entry in self._past if entry.rank is None), maxlen=_MOST_WAITING)
+        self._forget_gone()
+        _logger.warning(
+            "the lineage had forgotten the run of this process, %s and their ancestors: they are recorded again",
+            plural(len(lost), "state"),
+            extra=event("lineage.forgot", states=len(lost)),
+        )
+        return True
+
+    def _lost(self, session: Session, told: dict[str, Entry], ahead: set[str], further: Iterable[str]) -> list[Entry]:
+        """What the database lacks of these states, of ``further`` ones and of their ancestors, parents first; what is ``ahead`` is told
+        later.
+        """
+        lost: dict[str, Entry] = {}
+        found: dict[str, Entry | None] = dict.fromkeys([*clones.known(session, told), *ahead])
+        stack = [*further, *reversed(told)]
+        while stack:
+            uid = stack[-1]
+            if uid not in found:  # of a part, other ranks have the rest, unless all are in the folder
+                own = told.get(uid)
+                found[uid] = own if own is not None and own.rank is None else self._in_folder(session, uid) or own
+            entry = found[uid]
+            above = [] if entry is None else [parent for parent in entry.new.facts.parents if parent not in found]
+            stack += above
+            if not above:
+                stack.pop()
+                if entry is not None:
+                    lost[uid] = entry
+        beyond = {parent for entry in lost.values() for parent in entry.new.facts.parents} - lost.keys()
+        of_runs = self._of_runs(session, lost, ahead) if beyond - clones.known(session, beyond).keys() else {}
+        if not of_runs:
+            return list(lost.values())
+        told = dict(sorted({**told, **of_runs}.items(), key=lambda item: to_us(item[1].new.facts.created_at)))
+        return self._lost(session, told, ahead, further)
+
+    def _of_runs(self, session: Session, lost: Mapping[str, Entry], ahead: set[str]) -> dict[str, Entry]:
+        """Further forgotten states of the runs of ``lost`` ones. They are no known ancestors, as states between them were never on disk."""
+        runs_ = {entry.new.facts.run for entry in lost.values()}
+        here = {uid for uid, _ in self._local.parts()} - lost.keys() - ahead
+        found = filter(None, (self._in_folder(session, uid) for uid in here - clones.known(session, here).keys()))
+        return {entry.new.uid: entry for entry in found if entry.new.facts.run in runs_}
+
+    def _in_folder(self, session: Session, uid: str) -> Entry | None:
+        """A state that the database lacks, from its manifests; None if it is known, or not all of them are here."""
+        manifests = {}
+        with suppress(DatastatesError):
+            size = 0 if clones.known(session, [uid]) else self._local.part_manifest(uid, 0).origin.world_size
+            manifests = {(uid, rank): self._local.part_manifest(uid, rank) for rank in range(size)}
+        news = [(clones.new_state(line), branch) for line, branch in lines_of(manifests)]
+        return next((Entry(replace(new, facts=replace(new.facts, branch=branch)), None) for new, branch in news), None)
+
+    def _tell_again(self, session: Session, entry: Entry) -> None:
+        new, facts = entry.new, entry.new.facts
+        if clones.known(session, [new.uid]):  # another rank told it meanwhile
+            return
+        if entry.rank is not None:
+            parts.record_parts(session, [parts.Telling(new, entry.rank, entry.reduce, entry.form)])
+            return
+        if facts.run is not None and not _has_run(session, facts.run):  # of a process that has ended, about which nothing else is known
+            clones.put_runs(session, [RunLine(facts.run, None, None, "", "", 0, (), None, None, {}, {}, to_us(facts.created_at), None)], {})
+        here = clones.known(session, facts.parents)
+        if len(here) < len(facts.parents):  # a parent that was only in memory: the state follows the newest one of its branch
+            head = next((ref.state for ref in refs(session) if ref.name == facts.branch), None)
+            edges = tuple(edge for edge in facts.edges if edge.parent in here)
+            new = replace(new, facts=replace(facts, parent=facts.parent if facts.parent in here else head, edges=edges))
+        try:
+            with session.begin_nested():
+                lineage_record.record(session, new)
+        except Conflict as error:
+            moved = [ref for ref in refs(session) if ref.name == facts.branch and new.facts.parent]
+            is_older = bool(moved) and to_us(reflog(session, moved[0].name, limit=1)[0].created_at) < to_us(facts.created_at)
+            if not is_older:
+                _logger.warning("state %s is recorded again, without its branch: %s", new.uid, error)
+            with session.begin_nested():
+                if is_older:  # the copy is from before the branch moved back, as by a guard
+                    lineage_refs.move(session, moved[0].name, str(new.facts.parent), expected=moved[0].state, reason="recorded again")
+                lineage_record.record(session, new if is_older else new.without_branch())
+
+
+def _has_run(session: Session, uid: str) -> bool:
+    try:
+        runs.get(session, uid)
+    except NotFound:
+        return False
+    return True
+
+
+def _added(placed: Sequence[Placed]) -> int:
+    """The bytes that parts added to the disk."""
+    return sum(part.manifest.bytes_new for part in placed)
+
+
+# Ends cleanly at exit, on Ctrl-C, SIGTERM and SIGHUP, and after a drop without a close: what must
+# become durable still does.
+
+
+_SIGNALS = [signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])]
+
+
+class Closable(Protocol):
+    """An object that is closed at exit."""
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Make durable what must be, and release everything. ``error`` is the one that ended the process, if any."""
+
+
+class _Ender:
+    """The thread that ends dropped objects, in order."""
+
+    def __init__(self) -> None:
+        self._ends: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name="datastates-end", daemon=True).start()
+
+    def put(self, end: Callable[[], None]) -> None:
+        """Queue one call, without taking a Python lock: this may run while any lock is held, and an interrupt comes before or after it."""
+        self._ends.put(end)
+
+    def settle(self) -> None:
+        reached = Latch()
+        self._ends.put(reached.set)
+        reached.wait()
+
+    def _run(self) -> None:
+        while True:
+            end = self._ends.get()
+            try:
+                end()
+                closed(end)
+            except BaseException:  # no caller is left to be told, and the next one must be ended too
+                _logger.exception("ending what was dropped without a close failed")
+            del end
+
+
+_open: weakref.WeakSet[Closable] = weakref.WeakSet()
+_ends: set[Callable[[], None]] = set()
+_owner: int | None = None
+_ender: _Ender | None = None
+_exit_code = 0  # the exit code of a signal that ends the process
+
+
+def close_at_exit(closable: Closable, end: Callable[[], None]) -> None:
+    """Close an object when the process ends. If it is collected without a close, a thread calls ``end``. A forked child does neither for
+    its parent.
+
+    ``end`` must not be the object's own ``close``, which would keep it alive. Call ``closed`` once it was closed. What a finalizer could
+    not hand over is ended at exit.
+    """
+    global _owner, _ender
+    if _owner != os.getpid():
+        _owner, _ender = os.getpid(), _Ender()
+        _open.clear()
+        _ends.clear()
+        atexit.register(_close_all)
+    take_signals()
+    _open.add(closable)
+    _ends.add(end)
+    weakref.finalize(closable, end_later, end, os.getpid()).atexit = False
+
+
+def closed(end: Callable[[], None]) -> None:
+    """Do not call ``end`` at exit: the object is closed."""
+    _ends.discard(end)
+
+
+def end_later(end: Callable[[], None], pid: int) -> None:
+    """Have a thread call ``end`` later, if this is the process ``pid``; the exit waits for it. For finalizers: callable on any thread at
+    any time."""
+    if pid == os.getpid() and _ender is not None:
+        _ender.put(end)
+
+
+def settle() -> None:
+    """Wait until everything dropped so far has ended."""
+    if _owner == os.getpid() and _ender is not None:
+        _ender.settle()
+
+
+def _close_all() -> None:
+    if _owner != os.getpid():
+        return
+    if threading.current_thread() is threading.main_thread():
+        for number in _SIGNALS:
+            if signal.getsignal(number) is _on_signal:
+                signal.signal(number, signal.SIG_IGN)  # the end is under way: a second signal must not break it off
+    for closable in list(_open):
+        try:
+            closable.close(_uncaught())
+        except Exception:  # the others must be closed too; an interrupt ends this
+            _logger.exception("closing a repository at exit failed")
+    settle()
+    for end in list(_ends):
+        try:
+            end()
+        except Exception:  # likewise
+            _logger.exception("ending a repository at exit failed")
+
+
+def _uncaught() -> BaseException | None:
+    """The uncaught error that ends the process, if any. In an interactive session an error ends only the current line, so there is none."""
+    if _exit_code:
+        return SystemExit(_exit_code)
+    return None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)
+
+
+def take_signals() -> None:
+    """Turn SIGTERM and SIGHUP into ``SystemExit`` from now on, if this is the main thread and nothing else handles them."""
+    if threading.current_thread() is threading.main_thread():
+        for number in _SIGNALS:
+            if signal.getsignal(number) is signal.SIG_DFL:
+                signal.signal(number, _on_signal)
+
+
+def _on_signal(number: int, frame: FrameType | None) -> None:
+    global _exit_code
+    _exit_code = 128 + number
+    if threading.main_thread().is_alive():
+        raise SystemExit(_exit_code)
+    _close_all()  # the interpreter is ending, and nothing would catch the exception
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(AttributeError, OSError, ValueError):
+            stream.flush()
+    signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)

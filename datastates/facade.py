@@ -1,0 +1,746 @@
+"""The base of every part of the door: the repository that was opened, and how a revision is read."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, SupportsFloat, TypedDict, Unpack, overload
+
+from datastates.lineage.query import names, pages, walk
+from datastates.lineage.query.fields import check_names
+from datastates.lineage.states import Note, Ref, RefEvent, Run, State
+from datastates.lineage.write import refs
+from datastates.lineage.write import refs as lineage_refs
+from datastates.lineage.write.refs import annotate, measure
+from datastates.maintenance.core import Core
+from datastates.maintenance.environment import user_name
+from datastates.maintenance.lease import check_idle
+from datastates.maintenance.loading import verify
+from datastates.maintenance.location import Location
+from datastates.policy.retention import Retention, retention_of
+
+from . import values
+from .config import Config
+from .errors import InvalidInput
+from .notebook import States
+from .values import Value
+
+if TYPE_CHECKING:
+    import networkx as nx
+    import torch
+    from opentelemetry.metrics import Meter
+    from sqlalchemy.orm import Session
+
+    from datastates.compare.blame import Bisection, Blame
+    from datastates.compare.diff import Diff
+    from datastates.compare.ensemble import Ensemble
+    from datastates.lineage.query.incomplete import Incomplete
+    from datastates.lineage.views.branch_rows import Branches
+    from datastates.lineage.views.comparison import Comparison
+    from datastates.maintenance.gc import GcReport
+    from datastates.maintenance.repair import RepairReport
+    from datastates.maintenance.retention_pass import Pruned
+    from datastates.maintenance.verify import VerifyReport
+    from datastates.transport.peer import Peer
+
+    from .notebook import RepositoryStats
+
+
+class Opened:
+    """A repository that was opened."""
+
+    def __init__(self, location: Location, config: Config) -> None:
+        self._core = core = Core(location, config)
+        self.location, self.config, self.node, self.recovered = core.location, core.config, core.node, core.recovered
+
+    @property
+    def core(self) -> Core:
+        """The core, for the rest of this package; it is no part of the public interface."""
+        return self._core
+
+    @values.takes(rev=values.revision)
+    def state(self, rev: str | State) -> State:
+        """The state that a revision names.
+
+            print(repo.state("main@best:loss").step)
+
+        :raises NotFound: it names none; lists close names.
+        :raises SyntaxProblem: it does not parse; points at the column.
+        """
+        return self.core.state(rev)
+
+    @contextmanager
+    def _changing(self, rev: str | State | None) -> Iterator[tuple[Session, str]]:
+        uid = self._uid(rev)
+        with self.core.writing() as session:
+            yield session, uid
+
+    def _uid(self, rev: str | State | None) -> str:
+        return self.core.state(values.revision(rev)).uid
+
+
+# The methods of a repository that take several states: comparisons, differences, merges,
+# ensembles.
+
+
+class MergeNames(TypedDict, total=False):
+    """The names of a merged state, and its message; see ``Repository.merge``."""
+
+    into: str | None
+    tag: str | None
+    message: str | None
+
+
+class Algebra(Opened):
+    """The methods that take several states."""
+
+    @values.takes(revs=values.several(values.revision))
+    def compare(self, revs: Sequence[str | State]) -> Comparison:
+        """Several states side by side: configuration, metrics, attributes and code, differences first; and where each can be restored.
+
+        No payload is read, so states whose bytes are gone can be compared as well.
+
+            for row in repo.compare(["main~3", "main"]).metrics:
+                print(row.key, row.values)
+
+        :param revs: 2 to 32 states.
+        """
+        from .notebook import comparison
+
+        return comparison(self.core, values.revisions(revs))
+
+    @values.takes(
+        old=values.revision, new=values.revision, only=values.patterns, stat=values.flag, on_progress=values.optional(values.callback)
+    )
+    def diff(
+        self,
+        old: str | State,
+        new: str | State,
+        *,
+        only: str | Sequence[str] | None = None,
+        stat: bool = False,
+        on_progress: Callable[[int, int], None] | None = None,
+    ) -> Diff:
+        """What changed between two states: each tensor's norms, distance, cosine, largest change, changed fraction; metrics, config, code.
+
+        It needs memory for a few tensors only, and does not read what both states hold in the same chunks. If the bytes of one of them are
+        gone, everything but the tensors is compared, and ``lacking`` says why and which state can be restored instead.
+
+            for change in repo.diff("main~3", "main").tensors:
+                print(change.path, change.relative)
+
+        :param old: the state before the changes.
+        :param new: the state after them.
+        :param only: which tensors are compared, as in ``load``.
+        :param stat: read no payload: tensors are ``same`` by their digests, or ``unread``.
+        :param on_progress: called with the bytes of ``new`` that have been compared, and their total.
+        """
+        from datastates.compare.diff import diff
+
+        return diff(self.core, old, new, only=only, stat=stat, on_progress=on_progress)
+
+    @values.takes(rev=values.revision, only=values.patterns, size=values.flag, on_progress=values.optional(values.callback))
+    def blame(
+        self,
+        rev: str | State,
+        *,
+        only: str | Sequence[str] | None = None,
+        size: bool = False,
+        on_progress: Callable[[int, int], None] | None = None,
+    ) -> list[Blame]:
+        """For each tensor, in the order of the tree, the state that last changed any bit of it, along first parents.
+
+        It reads manifests. Of the payload it reads only changed chunks that several tensors share.
+
+            for found in repo.blame("main", only="model"):
+                print(found.path, found.state.step, found.change)
+
+        :param rev: the state whose tensors are asked about.
+        :param only: which tensors, as in ``load``.
+        :param size: also compute by how much each tensor changed there, which reads both versions of it.
+        :param on_progress: called with the number of states looked at so far, and the most that there can be.
+        :raises Unavailable: the bytes of the state itself are gone; names the nearest ancestor that has them.
+        """
+        from datastates.compare.blame import blame
+
+        return blame(self.core, rev, only=only, size=size, on_progress=on_progress)
+
+    @values.takes(
+        good=values.revision,
+        bad=values.revision,
+        only=values.patterns,
+        verdicts=values.optional(values.path),
+        on_progress=values.optional(values.callback),
+    )
+    def bisect(
+        self,
+        good: str | State,
+        bad: str | State,
+        predicate: Callable[[Any], object] | str,
+        *,
+        only: str | Sequence[str] | None = None,
+        verdicts: str | os.PathLike[str] | None = None,
+        on_progress: Callable[[int, int], None] | None = None,
+    ) -> Bisection:
+        """The first state on the path from ``good`` to ``bad`` for which a predicate holds; at most ceil(log2(n)) + 1 of n are restored.
+
+        States whose bytes are gone are not tried. If one of them may be the first, ``candidates`` lists all that may.
+        ``repo.bisect("warm", "main", lambda tree: tree["model"]["weight"].abs().max() > 100, only="model").bad`` is such a state.
+
+        :param good: a state for which the predicate does not hold yet.
+        :param bad: a descendant of ``good`` for which it holds.
+        :param predicate: a function that takes a state's containers, as ``load`` returns them, and returns True if the state is bad, False
+            if it is good, None if it cannot tell. Or a condition on a metric, ``"loss > 5"``: then nothing is restored, and NaN is bad.
+        :param only: what is loaded for the predicate, as in ``load``.
+        :param verdicts: a file that keeps the results so far, so that an interrupted bisection can go on. Use one file for each question.
+        :param on_progress: called with the number of states tried so far, and the most that will be tried.
+        :raises InvalidInput: ``bad`` does not descend from ``good``, or the predicate does not tell the two apart.
+        """
+        from datastates.compare.blame import bisect
+
+        if not isinstance(predicate, str):
+            values.callback(predicate, "predicate")
+        return bisect(self.core, good, bad, predicate, only=only, verdicts=verdicts, on_progress=on_progress)
+
+    @values.takes(
+        revs=values.several(values.revision),
+        method=values.string,
+        weights=values.optional(values.several(values.number)),
+        only=values.patterns,
+        rest=values.string,
+        decay=values.optional(values.number),
+        into=values.optional(values.string),
+        tag=values.optional(values.string),
+        message=values.optional(values.message),
+    )
+    @values.unpacks(MergeNames, into=None, tag=None, message=None)
+    def merge(
+        self,
+        revs: Sequence[str | State],
+        *,
+        method: str = "mean",
+        weights: Sequence[float] | None = None,
+        only: str | Sequence[str] | None = "model",
+        rest: str = "keep",
+        decay: float | None = None,
+        **names: Unpack[MergeNames],
+    ) -> State:
+        """Make a state whose floating-point tensors are combined from those of ``revs``, and whose parents they are.
+
+            soup = repo.merge(["main~2", "main"], method="mean", into="soup")
+
+        - ``mean``: weighted by ``weights``.
+        - ``ema``: an exponential moving average by ``decay``, from the oldest of ``revs`` to the newest, which is the first parent.
+
+        Statistics of BatchNorm are averaged like weights.
+
+        :param revs: the parents.
+        :param method: one of the above.
+        :param weights: the members' shares, which sum to 1; None: equal shares.
+        :param only: which tensors are combined. Integers, counters and everything else are the first parent's.
+        :param rest: ``"drop"`` leaves out objects of which ``only`` selects nothing.
+        :param decay: for ``ema``: how much of the average each newer state leaves, from 0 to below 1.
+        :param into: a branch: a new one, or one whose head is the first parent. It makes the state durable.
+        :param tag: a tag, which makes the state durable too. With neither, the state stays in memory.
+        :param message: a text for the state.
+        :raises InvalidInput: the states do not fit together (lists what does not), or an argument makes no sense.
+        :raises Unavailable: the bytes of a parent are gone; names the nearest ancestor that has them.
+        :raises Conflict: a name is taken, or the branch's head is not the first parent.
+        """
+        from datastates.compare.merge import Names, merge
+
+        given = Names(names["into"], names["tag"], names["message"])
+        return merge(self.core, revs, method=method, weights=weights, only=only, rest=rest, decay=decay, names=given)
+
+    @values.takes(rev=values.revision)
+    def verify_merge(self, rev: str | State) -> State:
+        """The merged state, once it has been merged again from its parents and each tensor is the same. The parents' bytes must be here.
+
+        :raises Corrupt: a tensor is not what merging the parents gives; names it.
+        """
+        from datastates.compare.merge import verify_merge
+
+        return verify_merge(self.core, rev)
+
+    @values.takes(revs=values.several(values.revision), only=values.string, pick=values.optional(values.callback))
+    def ensemble(
+        self,
+        revs: Sequence[str | State],
+        model: torch.nn.Module,
+        *,
+        only: str = "model",
+        pick: Callable[[Any], torch.Tensor] | None = None,
+    ) -> Ensemble:
+        """Predictions from several states, each loaded once.
+
+            prediction = repo.ensemble(["main~2", "main"], model)(inputs)
+            print(prediction.mean.shape, prediction.spread.max())
+
+        :param revs: the members.
+        :param model: the module that computes, with the weights and buffers of each state in turn. Its own are not touched.
+        :param only: the name under which the module was tracked.
+        :param pick: chooses the tensor from an output that is not a tensor.
+        :raises InvalidInput: a state does not fit the module; lists what does not.
+        """
+        from datastates.compare.ensemble import load_ensemble
+
+        return load_ensemble(self.core, revs, model, only=only, pick=pick)
+
+
+# The methods of a repository that read the lineage alone, and no payload.
+
+
+class History(Opened):
+    """The lineage: logs, searches, walks, branches and runs."""
+
+    @values.takes(rev=values.revision, limit=values.optional(values.count))
+    def log(self, rev: str | State | None = "main", *, limit: int | None = None) -> States:
+        """A state and its ancestors along all parents, newest first: a list, whose ``frame`` makes a pandas frame of it.
+
+            for state in repo.log("main", limit=5):
+                print(state.step, state.metrics["loss"])
+
+        :raises NotFound: the revision names no state.
+        """
+        uid = self._uid(rev)
+        with self.core.reading() as session:
+            return States(walk.log(session, uid, limit=limit))
+
+    def stats(self) -> RepositoryStats:
+        """How much there is, by status, name and tier; what this process has captured, copied and written so far; and how long each
+        stage of that took.
+
+            stats = repo.stats()
+            print(stats, stats.activity.bytes_written, stats.activity.timing("capture").mean_s)
+        """
+        from .notebook import stats  # few ask for it
+
+        return stats(self.core)
+
+    def instrument(self, meter: Meter | None = None) -> None:
+        """Let OpenTelemetry read what ``stats`` says of this process whenever it collects: counters, and the time of each stage.
+
+        :param meter: the meter that makes the instruments; None: the one of the global provider called ``datastates``.
+        :raises Unsupported: OpenTelemetry is not installed.
+        """
+        from .telemetry import instrument  # few ask for it
+
+        instrument(self.core, meter)
+
+    @values.takes(query=values.string)
+    def find(self, query: str) -> States:
+        """All states that match a query, in the query's order and up to its ``limit``. ``lineage.search.query`` has the grammar.
+
+            best = repo.find("branch = main and metrics.loss < 100 order by metrics.loss limit 5")
+
+        :raises SyntaxProblem: it does not parse, or compares a metric or an attribute that no state has; points at the column.
+        """
+        with self.core.reading() as session:
+            check_names(session, query)
+            return States(pages.find_all(session, query))
+
+    @values.takes(rev=values.revision, limit=values.optional(values.count))
+    def ancestors(self, rev: str | State, *, limit: int | None = None) -> States:
+        """All ancestors along all parents, newest generation first."""
+        uid = self._uid(rev)
+        with self.core.reading() as session:
+            return States(walk.ancestors(session, uid, limit=limit))
+
+    @values.takes(rev=values.revision, limit=values.optional(values.count))
+    def descendants(self, rev: str | State, *, limit: int | None = None) -> States:
+        """All states that descend from this one."""
+        uid = self._uid(rev)
+        with self.core.reading() as session:
+            return States(walk.descendants(session, uid, limit=limit))
+
+    @values.takes(rev=values.optional(values.revision), ancestors=values.optional(values.count), descendants=values.optional(values.count))
+    def graph(self, rev: str | State | None = None, *, ancestors: int | None = None, descendants: int | None = 0) -> nx.DiGraph[str]:
+        """The lineage as a networkx graph, edges from parent to child; see ``lineage.view.graph``."""
+        of = None if rev is None else [self._uid(rev)]
+        from datastates.lineage.views import detail  # networkx takes a while to import, and few ask for it
+
+        with self.core.reading() as session:
+            return detail.graph(session, of=of, ancestors=ancestors, descendants=descendants)
+
+    @values.takes(query=values.string, metric=values.optional(values.key), sort=values.string, group=values.optional(values.text))
+    def overview(self, query: str = "", *, metric: str | None = None, sort: str = "changed", group: str | None = None) -> Branches:
+        """The branches at a glance: where each forked, how it went, its best state, the best that can be restored, and its configuration.
+
+            for branch in repo.overview(sort="best"):
+                print(branch.name, branch.states, branch.best)
+
+        :param query: a condition, as in ``find``, that must hold for a branch's newest state.
+        :param metric: the metric that ``last``, ``best`` and ``line`` show; None: the most relevant one.
+        :param sort: ``changed``, ``name``, ``began``, ``best``, ``last``, ``step``, ``states``, ``restorable``, ``durable``, ``bytes`` or
+            ``took``. The best, newest and longest come first; a ``-`` in front reverses the order.
+        :param group: ``study``, ``config.KEY`` or ``attr.KEY``: branches with the same value stand together.
+        :raises SyntaxProblem: the query does not parse; points at the column.
+        """
+        from .notebook import overview  # few ask for it, and it imports modules of its own
+
+        return overview(self.core, query, metric=metric, sort=sort, group=group)
+
+    @values.takes(limit=values.optional(values.count))
+    def runs(self, *, limit: int | None = None) -> list[Run]:
+        """The trainings, the last begun first; ``finished_at`` is None for those whose end was never recorded.
+
+            print(repo.runs(limit=3))
+
+        :param limit: the most to return; None: all of them.
+        """
+        from .notebook import runs
+
+        return runs(self.core, limit)
+
+    @values.takes(limit=values.count)
+    def incomplete(self, *, limit: int = 50) -> Incomplete:
+        """The states of several ranks that are incomplete: those that wait for parts of some ranks, and those that were given up, and why.
+
+            for state in repo.incomplete().waiting:
+                print(state.branch, state.step, state.missing, state.since, state.has_ended)
+
+        :param limit: the most to return of those that were given up, the last first.
+        """
+        from .notebook import incomplete
+
+        return incomplete(self.core, limit)
+
+
+# The door to a repository's notes: what people write about its states and branches.
+
+
+class Notes:
+    """The notes of a repository, ``repo.notes``.
+
+        note = repo.notes.write("Diverges *after* the warm-up.", state="main")
+        repo.notes.edit(note, "Diverges after step 400.")
+        print([note.text for note in repo.notes])
+
+    Iterating yields all of them, newest first.
+    """
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+
+    @values.takes(text=values.text, branch=values.optional(values.text), author=values.optional(values.text))
+    def write(self, text: str, *, state: str | State | None = None, branch: str | None = None, author: str | None = None) -> Note:
+        """Write a note about a state or a branch, in Markdown.
+
+        :param text: at most 16,384 characters.
+        :param state: a revision; the note stays with that state, wherever a branch moves.
+        :param branch: a branch; its notes are kept under its name.
+        :param author: who wrote it; None: the user that this process runs as.
+        :raises NotFound: there is no such state, or no such branch.
+        """
+        uid = None if state is None else self._core.state(values.revision(state)).uid
+        with self._core.writing() as session:
+            return refs.write(session, text, state=uid, branch=branch, author=user_name() if author is None else author)
+
+    def of(self, state: str | State | None = None, *, branch: str | None = None) -> list[Note]:
+        """The notes on a state or on a branch, newest first."""
+        if (state is None) == (branch is None):
+            raise InvalidInput("notes are of a state or of a branch: name one of the two")
+        uid = None if state is None else self._core.state(values.revision(state)).uid
+        with self._core.reading() as session:
+            return names.notes(session, state=uid, branch=branch)
+
+    @values.takes(text=values.text)
+    def edit(self, note: Note | str, text: str) -> Note:
+        """Change the text of a note. A note that is named by its uid is changed whatever it reads.
+
+        :raises NotFound: there is no such note.
+        :raises Conflict: somebody edited the note since it was read.
+        """
+        uid, seen = _named(note)
+        with self._core.writing() as session:
+            return refs.edit(session, uid, text, seen=seen)
+
+    def delete(self, note: Note | str) -> Note:
+        """Delete a note for good; returns the note. A note that is named by its uid is deleted whatever it reads.
+
+        :raises NotFound: there is no such note.
+        :raises Conflict: somebody edited the note since it was read.
+        """
+        uid, seen = _named(note)
+        with self._core.writing() as session:
+            return refs.remove(session, uid, seen=seen)
+
+    def __iter__(self) -> Iterator[Note]:
+        with self._core.reading() as session:
+            return iter(names.notes(session))
+
+    def __repr__(self) -> str:
+        return f"<Notes of {self._core.location}>"
+
+
+def _named(note: Note | str) -> tuple[str, Note | None]:
+    return (note.uid, note) if isinstance(note, Note) else (values.text(note, "the note"), None)
+
+
+# The methods of a repository for names of states (tags and branches) and for the notes on them.
+
+
+class Names(Opened):
+    """Tags, branches and notes."""
+
+    @values.takes(rev=values.revision, message=values.optional(values.message))
+    def tag(self, name: str, rev: str | State | None, *, message: str | None = None) -> Ref:
+        """Name a state for good, which makes it durable. A tag that names it already stays as it is, so that a script may be started again.
+
+            repo.tag("baseline", "main", message="before the learning rate was changed")
+
+        If the bytes of the state are gone, the tag is made, and a warning names the nearest state that has its bytes.
+
+        :raises Conflict: the name is taken by another state.
+        """
+        with self._changing(rev) as (session, uid):
+            made = lineage_refs.keep_tag(session, name, uid, message=message)
+            lineage_refs.warn(session, made)
+        return made
+
+    @values.takes(rev=values.revision)
+    def branch(self, name: str, rev: str | State | None) -> Ref:
+        """Make a branch at a state.
+
+            repo.branch("second-try", "main~2")
+
+        :raises Conflict: the name is taken.
+        """
+        with self._changing(rev) as (session, uid):
+            return lineage_refs.branch(session, name, uid)
+
+    @values.takes(rev=values.revision, expected=values.revision)
+    def move(self, name: str, rev: str | State | None, *, expected: str | State) -> Ref:
+        """Move a ref by compare-and-swap.
+
+            repo.branch("best-so-far", "main~2")
+            repo.move("best-so-far", "main", expected="main~2")
+
+        :raises Conflict: the ref no longer points to ``expected``.
+        """
+        old = self._uid(expected)
+        with self._changing(rev) as (session, uid):
+            moved = lineage_refs.move(session, name, uid, expected=old)
+            lineage_refs.warn(session, moved)
+        return moved
+
+    @values.takes(name=values.text, new=values.text)
+    def rename(self, name: str, new: str) -> Ref:
+        """Give a branch or a tag another name. A branch keeps its history: its states, its notes and the retention of its trainings.
+
+            repo.branch("third-try", "main")
+            repo.rename("third-try", "final")
+
+        The reflog of each name has a line about it.
+
+        :raises Conflict: the new name is taken, or a training of the branch may be running.
+        :raises NotFound: there is no such ref.
+        """
+        self._core.settle()
+        with self._core.writing() as session:
+            check_idle(session, name, self._core.home)
+            return lineage_refs.rename(session, name, new)
+
+    @values.takes(bytes=values.flag, dry_run=values.flag)
+    def delete_ref(self, name: str, *, bytes: bool = False, dry_run: bool = False) -> Pruned | None:
+        """Delete a name; its reflog stays, and so do the states.
+
+            repo.branch("dead-end", "main")
+            print(repo.delete_ref("dead-end", bytes=True).bytes_freed)
+
+        :param bytes: also drop the bytes of the states that no other branch or tag leads to; they stay in the lineage as
+            ``evicted``. Returns what was dropped, and why the others stay.
+        :param dry_run: delete nothing, and report what ``bytes`` would drop.
+        :raises NotFound: there is no such ref.
+        :raises Conflict: with ``bytes``, a training of the branch may be running.
+        """
+        if bytes or dry_run:
+            from datastates.maintenance.retention_pass import drop_ref  # few ask for it
+
+            return drop_ref(self.core, name, dry_run=dry_run)
+        self._core.settle()
+        with self._core.writing() as session:
+            lineage_refs.delete_ref(session, name)
+        return None
+
+    @values.takes(rev=values.revision, replace=values.flag, author=values.optional(values.text))
+    def annotate(
+        self,
+        rev: str | State,
+        *,
+        metrics: Mapping[str, SupportsFloat] | None = None,
+        attributes: Mapping[str, Value] | None = None,
+        replace: bool = False,
+        author: str | None = None,
+    ) -> State:
+        """Add metrics and attributes to a state that was captured before; returns the state as it is then. Its bytes and digest stay.
+
+            state = repo.annotate("main", metrics={"test_loss": 0.31}, attributes={"reviewed": True})
+            print(state.metrics["test_loss"], repo.reflog(state.uid)[0].reason)
+
+        The log of metrics, with author, time and replaced values, is the reflog under the state's uid.
+
+        :param rev: the state.
+        :param metrics: numbers, by name, as for ``capture``.
+        :param attributes: values, by name; None removes one.
+        :param replace: change metrics that the state has already.
+        :param author: who adds the metrics; None: the user and the host of this process.
+        :raises Conflict: the state has another value of a metric, and ``replace`` is false.
+        :raises NotFound: the revision names no state.
+        """
+        with self._changing(rev) as (session, uid):
+            annotate(session, uid, values.attributes(attributes))
+            return measure(
+                session, uid, {} if metrics is None else metrics, author=author or f"{user_name()}@{self.node}", is_replacing=replace
+            )
+
+    def refs(self) -> list[Ref]:
+        """Every branch and tag, by name."""
+        with self.core.reading() as session:
+            return names.refs(session)
+
+    @property
+    def notes(self) -> Notes:
+        """What people wrote about states and branches.
+
+        repo.notes.write("Diverges *after* the warm-up.", state="main")
+        """
+        return Notes(self.core)
+
+    def reflog(self, name: str) -> list[RefEvent]:
+        """The moves of a ref, newest first. A ref that was deleted still has them."""
+        with self.core.reading() as session:
+            return names.reflog(session, name)
+
+
+# The methods of a repository that check its bytes, mend them and make room.
+
+
+def _peer(value: object, what: str) -> object:
+    """A connected peer.
+
+    :raises InvalidInput: it is none.
+    """
+    from datastates.transport.peer import Peer
+
+    if not isinstance(value, Peer):
+        raise InvalidInput(f"{what} is {values.shown(value)}: give peers, as peers=[datastates.connect(url)]")
+    return value
+
+
+class Upkeep(Opened):
+    """Checking, making room, mending."""
+
+    @overload
+    def verify(self, rev: str | State) -> State: ...
+
+    @overload
+    def verify(
+        self,
+        rev: None = None,
+        *,
+        since: str | None = None,
+        limit_s: float | None = None,
+        on_progress: Callable[[int, int], None] | None = None,
+    ) -> VerifyReport: ...
+
+    @values.takes(
+        rev=values.optional(values.revision),
+        since=values.optional(values.string),
+        limit_s=values.optional(values.seconds),
+        on_progress=values.optional(values.callback),
+    )
+    def verify(
+        self,
+        rev: str | State | None = None,
+        *,
+        since: str | None = None,
+        limit_s: float | None = None,
+        on_progress: Callable[[int, int], None] | None = None,
+    ) -> State | VerifyReport:
+        """Read every byte of a state, and check that none has rotted and that all are as they were when the state was first exported,
+        imported or verified. Without a state: read every byte in the folder of packs once, and name every damaged state, tensor and chunk.
+
+            for damage in repo.verify().damage:
+                print(damage.state, damage.tensors, damage.problem)
+
+        :param rev: the state; None: all of them.
+        :param since: go on after this uid, the ``mark`` of an earlier report.
+        :param limit_s: stop after this many seconds; the report then has a ``mark``.
+        :param on_progress: called with the bytes read so far, and their total.
+        :raises Corrupt: a byte of the state ``rev`` is wrong; names the first.
+        """
+        if rev is None:
+            from datastates.maintenance.verify import Limits, check_all  # few ask for it
+
+            return check_all(self.core, Limits(since, limit_s), on_progress=on_progress)
+        if since is not None or limit_s is not None:
+            raise InvalidInput("since and limit_s belong to a check of everything: leave out the state, or leave out these arguments")
+        state = self.state(rev)
+        verify(self.core, state)
+        return state
+
+    @values.takes(dry_run=values.flag, unknown=values.flag, on_progress=values.optional(values.callback))
+    def gc(self, *, dry_run: bool = False, unknown: bool = False, on_progress: Callable[[int, int], None] | None = None) -> GcReport:
+        """Make room on disk: delete what crashes left, files of evicted states and packs that no state needs; rewrite packs most of whose
+        bytes no state needs. Captures, restores and clones go on meanwhile, in any process. If it is interrupted, the next call finishes.
+
+            print(repo.gc(dry_run=True).bytes_freed)
+
+        :param dry_run: only report what would be done.
+        :param unknown: also delete states that no lineage knows, because their process died before it recorded them; ``reindex`` adds
+            them to the lineage instead.
+        :param on_progress: called with the bytes of packs freed so far, and the total to be freed.
+        :raises Conflict: another process collects in this folder; with ``unknown``, also if another process uses it at all.
+        """
+        from datastates.maintenance.gc import gc  # few ask for it
+
+        return gc(self.core, is_dry_run=dry_run, takes_unknown=unknown, on_progress=on_progress)
+
+    @values.takes(policy=values.optional(retention_of), dry_run=values.flag, on_progress=values.optional(values.callback))
+    def prune(
+        self, policy: Retention | str | None = None, *, dry_run: bool = False, on_progress: Callable[[int, int], None] | None = None
+    ) -> Pruned:
+        """Drop the bytes of durable states that a policy does not keep, on every branch; the states stay in the lineage as ``evicted``.
+
+            report = repo.prune("latest:5 best:3:loss", dry_run=True)
+            print(report, report.bytes_freed)
+
+        Whatever the policy says, these keep their bytes: states that refs name, the newest durable state of each branch, states where
+        branches forked, the best by a metric that a training was told to keep, and what another process has in memory.
+
+        :param policy: a ``Retention`` or its text; None: what the training of each branch asked for, and what is configured for the others.
+        :param dry_run: only report what would be dropped.
+        :param on_progress: called with the number of states that were read so far, and about how many there are; then with the number of
+            states that were dropped so far, and how many will be.
+        :raises Unavailable: the repository can only be read, or another process is pruning it.
+        """
+        from datastates.maintenance.retention_pass import prune, untold  # few ask for it by hand
+
+        return prune(self.core, None if policy is None else retention_of(policy), dry_run=dry_run, tell=on_progress or untold)
+
+    @values.takes(source=values.optional(values.path), peers=values.several(_peer), on_progress=values.optional(values.callback))
+    def repair(
+        self,
+        *,
+        source: str | os.PathLike[str] | None = None,
+        peers: Sequence[Peer] = (),
+        on_progress: Callable[[int, int], None] | None = None,
+    ) -> RepairReport:
+        """Check everything as ``verify`` does, and bring back what is damaged from another place that has it: this process's memory, a
+        further tier, ``source``, or a peer. For each state that stays damaged the report says why, and the nearest ancestor to restore.
+
+            print(repo.repair().hurt)
+
+        :param source: another repository's folder, or a folder of packs, that may have the same states.
+        :param peers: other processes that may have them, in memory or on disk, as ``datastates.connect`` returns them. Only damaged chunks
+            are moved. A state that was never sealed is then only as good as these peers are, and is noted as cloned from them.
+        :param on_progress: as in ``verify``.
+        """
+        from datastates.maintenance.repair import repair  # few ask for it
+        from datastates.transport.peer import PeerPlace
+
+        folder = None if source is None else Path(source)
+        return repair(self.core, source=folder, peers=[PeerPlace(peer) for peer in peers], on_progress=on_progress)

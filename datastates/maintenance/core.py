@@ -1,0 +1,644 @@
+"""``Core``, with which every part of the package works once a repository is open: its lineage, tiers, and the threads behind captures.
+
+Users come in through ``Repository``, the door; its helpers take a ``Core``.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from datastates import values
+from datastates.config import Config
+from datastates.engine.host import Host
+from datastates.engine.in_flight import Books
+from datastates.engine.outbox import close_at_exit, closed
+from datastates.engine.runner import Runner
+from datastates.errors import Closed, DatastatesError, InvalidInput, NotFound, Unavailable
+from datastates.lineage import lookup
+from datastates.lineage.database import Database
+from datastates.lineage.query import revision, walk
+from datastates.lineage.query.names import holder, replicas_of
+from datastates.lineage.states import Run, State, Status
+from datastates.lineage.write import attachments, replicas, runs
+from datastates.state.manifest import CHUNK_BYTES
+from datastates.storage.arena import Arena
+from datastates.storage.roles import CaptureTier, DurableTier
+from datastates.storage.tier import Placed, Reader, Tier
+from datastates.storage.tiers import DURABLE, VOLATILE, Tiers, captures_in, packs_in
+from datastates.system.interrupts import Mutex, undisturbed
+from datastates.system.logs import event, say
+from datastates.system.memory import available_memory_bytes
+
+from .chronicle import Chronicler, tell_now
+from .environment import describe_run, node_name
+from .lease import FOLDER, LEASES, PACKS, Home, Lease, held_in, is_alive, is_dead, settle_in
+from .location import Location, check_whole
+
+if TYPE_CHECKING:
+    from sqlalchemy.orm import Session
+
+_logger = logging.getLogger(__name__)
+
+_FREE_S = 2.0
+"""How long we wait for a lease to end in a folder that does not answer, in seconds."""
+
+
+class Keeping(Protocol):
+    """What applies retention in the background of this process's trainings."""
+
+    def stop(self) -> None:
+        """Start no more work, and wait for what is under way."""
+
+    def finish(self) -> None:
+        """Apply retention one last time, once captures have ended; raises nothing."""
+
+
+@dataclass(slots=True, eq=False)
+class Belongings:
+    """What a tracking process owns. Nothing in here refers to the repository, whose ``close`` or collection releases all of it."""
+
+    database: Database
+    tiers: Tiers
+    lease: Lease
+    run: Run
+    arena: Arena
+    runner: Runner
+    chronicler: Chronicler
+    keeper: Keeping | None = None
+    is_let_go: bool = False
+
+    @property
+    def host(self) -> Host:
+        """The engine, for code that captures, merges or clones; only ``let_go`` may end it."""
+        return self.runner
+
+    @property
+    def run_uid(self) -> str:
+        """The uid of the run that is this process in the lineage."""
+        return self.run.uid
+
+    @property
+    def memory(self) -> CaptureTier:
+        """The memory tier of this process."""
+        assert self.tiers.captured is not None, "it was made before this"
+        return self.tiers.captured
+
+    def let_go(self) -> None:
+        """Make durable what must be, end the threads, finish the run; idempotent, and a call after an interrupt goes on where it was."""
+        if self.is_let_go:
+            return
+        try:
+            if self.keeper is not None:
+                self.keeper.stop()
+            with self.tiers.durable.hurrying():
+                self.runner.close()
+            if self.keeper is not None and not self.runner.has_given_up:
+                self.keeper.finish()
+            with suppress(Unavailable):  # the next process that opens the repository finds out
+                self._finish()
+        except Exception:  # errors of the background are raised again below; an interrupt leaves the rest for the next call
+            if self.runner.has_given_up and not self.runner.is_held_up:
+                with suppress(Unavailable):
+                    self._finish()
+            self._free()
+            raise
+        finally:
+            self.runner.recorder.write()  # also when Ctrl-C interrupted this
+        self._free()
+
+    def _finish(self) -> None:
+        """Record that the run is over. If Ctrl-C gave up states that were to be written, branches move back to what can be restored."""
+        if not self.runner.has_given_up:
+            with self.database.write(durable=True) as session:
+                lost = runs.finish(session, self.run_uid, volatile=VOLATILE)
+            for waiting in lost:
+                _logger.warning("%s; the part of this process ended with its memory, so the state is given up", waiting)
+            return
+        with self.database.write(durable=True) as session:
+            moved = runs.recover(session, [self.run_uid], volatile=VOLATILE)
+        for each in moved:
+            where = "nothing of it is left, so the name is free" if each.new is None else f"it is back at {each.new[:10]}"
+            _logger.warning("branch %s: its newest states were given up before they were durable; %s", each.branch, where)
+
+    def _free(self) -> None:
+        self.chronicler.close(_FREE_S if self.runner.is_held_up else None)
+        if self.runner.is_held_up:  # the folder does not answer: a system call there may never return
+            ending = threading.Thread(target=self.lease.close, name="datastates-lease", daemon=True)
+            ending.start()
+            ending.join(_FREE_S)
+        else:
+            self.lease.close()
+        self.memory.close()
+        self.arena.close()
+        self.tiers.close()
+        self.is_let_go = True
+
+    def end_unowned(self) -> None:
+        """Release everything for a repository that was dropped without a close. Errors are logged, since no caller can get them."""
+        if self.is_let_go:
+            return
+        try:
+            self.let_go()
+        finally:
+            self.database.close()
+        for error in self.runner.errors():
+            _logger.error("a repository was dropped without close, and what was in flight failed: %s", error, exc_info=error)
+
+
+# Tells which states of a lineage can be read here, from the tiers of the repository, and why the
+# others cannot.
+
+
+class Here(Protocol):
+    """What this process can read of a repository."""
+
+    @property
+    def home(self) -> Home:
+        """Its folder of packs."""
+
+    @property
+    def tiers(self) -> Tiers:
+        """Its tiers, including the user's."""
+
+    @property
+    def node(self) -> str:
+        """The name of this host."""
+
+    def holds(self, uid: str) -> bool:
+        """Whether a state's bytes are on one of the tiers that answer."""
+
+
+def nearest_here(here: Here, session: Session, uid: str) -> State | None:
+    """The state itself, or the nearest ancestor along first parents, whose bytes are here; None if there is none."""
+    found = walk.nearest_restorable(session, uid)
+    while found is not None and not here.holds(found.uid):
+        found = walk.nearest_restorable(session, found.parents[0]) if found.parents else None
+    return found
+
+
+def nearest_kept(here: Here, session: Session, state: State, *, is_told: bool = True) -> State:
+    """The state itself if its bytes are here, else the nearest one by steps whose bytes are. One line in the log names it, if ``is_told``.
+
+    :raises Unavailable: no ancestor of the state can be restored here, and no later state of its branch.
+    """
+    if state.status.is_restorable and here.holds(state.uid):
+        return state
+    kept = _nearest(state, *_around(here, session, state))
+    if kept is None:
+        raise explain(here, session, state)
+    if is_told:
+        taken = event("nearest.taken", asked=state.uid, state=kept.uid, step=kept.step)
+        say(f"state {state.uid[:10]} (step {state.step}) {_why(here, session, state)}: takes {kept.uid[:10]} (step {kept.step})", taken)
+    return kept
+
+
+def _around(here: Here, session: Session, state: State) -> tuple[State | None, State | None]:
+    """The nearest ancestor along first parents, and the nearest later state of the same branch, whose bytes are here."""
+    earlier = nearest_here(here, session, state.parents[0]) if state.parents else None
+    later = next(filter(here.holds, walk.later_restorable(session, state.uid)), None)
+    return earlier, None if later is None else lookup.state(session, later)
+
+
+def _nearest(state: State, *around: State | None) -> State | None:
+    """The one with the nearest step; of two that are equally near the first."""
+    return min(filter(None, around), key=lambda one: abs(one.step - state.step), default=None)
+
+
+def is_elsewhere(here: Here, session: Session, state: State) -> bool:
+    """Whether a state that is not here may be elsewhere: in a process that is seen to live, in another folder of packs, or on a tier of the
+    user's that this repository was not given or that does not answer."""
+    if not state.status.is_restorable or here.holds(state.uid):
+        return False
+    return bool(_living(here, session, state) or _other_folders(here, session, state) or _unasked(here, session, state))
+
+
+def explain(here: Here, session: Session, state: State) -> Unavailable:
+    """An error to raise: why a state cannot be restored here, and the nearest states before and after it that can."""
+    earlier, later = _around(here, session, state)
+    nearest = _nearest(state, earlier, later)
+    hint = "nor can any ancestor" if earlier is None else f"the nearest ancestor that can is {earlier.uid[:10]} (step {earlier.step})"
+    if later is not None:
+        hint += f"; the nearest later state that can is {later.uid[:10]} (step {later.step})"
+    if nearest is not None:
+        hint += f"; track, load and restore take step {nearest.step} with nearest=True"
+    said = f"state {state.uid[:10]} (step {state.step}) cannot be restored: it {_why(here, session, state)}; {hint}"
+    return Unavailable(said, nearest=None if nearest is None else nearest.uid, is_gone=not state.status.is_restorable)
+
+
+def _why(here: Here, session: Session, state: State) -> str:
+    if not state.status.is_restorable:
+        return f"is {state.status}"
+    if living := _living(here, session, state):
+        return f"is only in the memory of another process, {living}"
+    if others := _other_folders(here, session, state):
+        return f"is not in {here.home.path}, but in another folder of packs: {others}"
+    if unasked := _unasked(here, session, state):
+        return f"is not in {here.home.path}, but on {unasked}"
+    if state.status is Status.CAPTURED:
+        holders = _holders(session, state)
+        last = ", ".join(f"{run.pid} on {run.host}" for run in holders)
+        return f"was only in the memory of another process, {last or 'unknown'}, of which nothing is to be seen here"
+    return (
+        f"is {state.status}, but its files are not in {here.home.path}: somebody deleted or moved them, bring them back "
+        "(`datastates repair --from FOLDER`)"
+    )
+
+
+def _living(here: Here, session: Session, state: State) -> str:
+    """The processes that hold a state in memory and are seen to live."""
+    return ", ".join(f"{run.pid} on {run.host}" for run in _holders(session, state) if is_alive(run, here.home))
+
+
+def _holders(session: Session, state: State) -> list[Run]:
+    """The runs that reported having a state in memory."""
+    uids = {one.run or state.run for one in replicas_of(session, state.uid) if one.tier in VOLATILE}
+    found = []
+    for uid in sorted(filter(None, uids)):
+        try:
+            found.append(runs.get(session, uid))
+        except NotFound:
+            continue
+    return found
+
+
+def _other_folders(here: Here, session: Session, state: State) -> str:
+    """The other folders that have a state's bytes, as the lineage says. A folder that was where ours is now must have been deleted, and is
+    left out."""
+    home = here.home
+    others = [folder for folder in attachments.of_state(session, state.uid) if folder.uid != home.uid]
+    there = [one for one in others if one.path != str(home.path) or not (home.is_beside or one.host == here.node)]
+    return ", ".join(f"{folder.path} on {folder.host}" for folder in there)
+
+
+def _unasked(here: Here, session: Session, state: State) -> str:
+    """The user's tiers that hold a state as the lineage says, but that cannot be asked here."""
+    said = sorted({one.tier for one in replicas_of(session, state.uid)}.difference(VOLATILE, [DURABLE]))
+    given = {tier.name: tier for tier in here.tiers.further}
+    lacking = [f"the {name} tier, with which it was not opened: give it by Config(tiers=[…])" for name in said if name not in given]
+    away = [f"the {name} tier, which does not answer" for name in said if name in given and not _answers(given[name], state.uid)]
+    return ", ".join([*lacking, *away])
+
+
+def _answers(tier: Tier, uid: str) -> bool:
+    try:
+        tier.has(uid)
+    except Unavailable:
+        return False
+    return True
+
+
+# Settles what dead processes left behind: their bytes on disk, the states lost with their memory,
+# their files.
+
+
+def recover(database: Database, local: DurableTier, home: Home) -> list[runs.Recovered]:
+    """Settle the runs of this folder whose process died, whatever its host was called; returns which branches moved back, and to where.
+
+    A state that its process had written completely, without recording it, becomes durable. All others that were only in memory become
+    ``lost``, and branches move back to what can be restored. If nothing may be written, a copy of an SQLite lineage is settled and read
+    instead; a lineage on a server stays as it is.
+    """
+    if home.uid is None or (home.read_only is not None and database.read_only is None):
+        return []
+    with database.read() as session:
+        dead = [run for run in runs.unfinished(session) if is_dead(run, home)]
+        unheard = {uid: digest for run in dead for uid, digest in runs.in_memory(session, run.uid, volatile=VOLATILE).items()}
+        parts = {part: digest for run in dead for part, digest in runs.parts_in_memory(session, run.uid, volatile=VOLATILE).items()}
+    if not dead:
+        return []
+    with database.write(durable=True, in_copy=True) as session:
+        for (uid, rank), placed in _whole({**{(uid, 0): digest for uid, digest in unheard.items()}, **parts}, local).items():
+            replicas.mark(session, uid, local.gives, tier=local.name, node=home.uid, rank=rank, bytes=placed.bytes_new)
+        recovered = runs.recover(session, [run.uid for run in dead], volatile=VOLATILE)
+    if home.read_only is not None:
+        return recovered
+    local.sweep()
+    for run in dead:
+        with suppress(PermissionError):  # another user owns the file, in a folder with the sticky bit
+            (home.path / LEASES / run.uid).unlink(missing_ok=True)
+    for item in recovered:
+        where = "nothing of it is left, so the name is free" if item.new is None else f"it is back at {item.new[:10]}"
+        back = event("branch.moved_back", branch=item.branch, state=item.new, reason="the process died")
+        _logger.warning("branch %s: its newest states died with their process; %s", item.branch, where, extra=back)
+    return recovered
+
+
+def _whole(unheard: dict[tuple[str, int], str], local: DurableTier) -> dict[tuple[str, int], Placed]:
+    """The parts, by uid and rank, that are whole on disk, of those that the lineage knows in memory only; ``unheard`` has their digests."""
+    return {part: placed for part, placed in local.whole_parts(unheard).items() if placed.manifest.digest == unheard[part]}
+
+
+# ``Core``, with which every part of the package works once a repository is open: its lineage,
+# tiers, and the threads behind captures.
+
+
+_PATIENCE_S = 2.0
+
+
+class Training(Protocol):
+    """A training that a tracker of this repository follows."""
+
+    @property
+    def branch(self) -> str:
+        """The branch that its captures move forward."""
+
+    def fence(self) -> None:
+        """Wait until no copy reads its tensors any more."""
+
+    def close(self, error: BaseException | None = None) -> None:
+        """End it; idempotent. ``error`` is the one that ended it, if any."""
+
+
+class Saver(Protocol):
+    """A tracker to which only the core refers."""
+
+    def close(self) -> None:
+        """End it; idempotent."""
+
+
+class Server(Protocol):
+    """A server of this repository."""
+
+    def close(self) -> None:
+        """End it; idempotent."""
+
+
+class Core:
+    """An open repository without its door. Safe from any thread, except ``close``, which only the thread that opened it may call.
+
+    ``database`` and ``tiers`` exist from the start. ``engage`` makes what captures and arrivals need besides; until then ``engaged``,
+    ``tiers.captured``, ``arena``, ``running`` and ``run_uid`` are None. ``savers`` has, by branch, the trackers that ``tracking/saving``
+    uses: only the core refers to them.
+    """
+
+    def __init__(self, location: Location, config: Config) -> None:
+        self.location, self.config = location, config
+        self.node = node_name()
+        self._pid = os.getpid()
+        check_whole(location)
+        self.database = Database(location.database_url)
+        try:
+            packs = packs_in(location.packs, direct=config.direct_io, bytes_per_s=config.write_bytes_per_s, on_step=config.on_step)
+            self.tiers = Tiers(packs, config.tiers)
+            self.home = settle_in(location, self.database)
+            self.tiers.durable.node = self.home.uid or ""
+            self.recovered = recover(self.database, self.tiers.durable, self.home)
+        except BaseException:
+            self.database.close()
+            raise
+        self.engaged: Belongings | None = None
+        self.trainings: weakref.WeakSet[Training] = weakref.WeakSet()
+        self.savers: dict[str, Saver] = {}
+        self.servers: list[Server] = []
+        self._engaging, self._recovering = Mutex(), Mutex()
+        self._is_closed = self._is_ended = self._has_written = False
+
+    # --- what captures and arrivals need -----------------------------------------------------------------------------------
+
+    def engage(self) -> Belongings:
+        """The threads, memory, lease and run of this process, made on the first call.
+
+        :raises Unavailable: the repository can only be read.
+        """
+        with self._engaging:
+            if self.engaged is None:
+                self.engaged = self._engage()
+                close_at_exit(self, self.engaged.end_unowned)
+            return self.engaged
+
+    def _engage(self) -> Belongings:
+        budget = self.config.memory_bytes or max(2 * CHUNK_BYTES, available_memory_bytes() // 4)
+        folder = self.home.check_writable()
+        run = describe_run({FOLDER: folder, PACKS: str(self.location.packs)})
+        lease = self.home.lease(run.uid)
+        try:
+            with self.database.write() as session:
+                runs.start(session, run)
+            arena = Arena(budget)
+            memory = captures_in(arena, holder(self.node, run.uid))
+            books = Books(self.database, run, folder, holder(self.node, run.uid))
+            tiers = self.tiers
+            runner = Runner(books, self.config, arena=arena, memory=memory, local=tiers.durable, further=tiers.further, beat=lease.beat)
+        except BaseException:
+            lease.close()
+            raise
+        self.tiers.captured = memory
+        chronicler = Chronicler(self.database, self.location.packs)
+        return Belongings(self.database, self.tiers, lease, run, arena, runner, chronicler)
+
+    def host(self) -> Host:
+        """The engine behind captures, merges and clones, made on the first call."""
+        return self.engage().host
+
+    @property
+    def running(self) -> Host | None:
+        """The engine, if anything was captured or has arrived; else None."""
+        return None if self.engaged is None else self.engaged.host
+
+    @property
+    def arena(self) -> Arena | None:
+        """The arena of the engine; None if there is no engine."""
+        return None if self.engaged is None else self.engaged.arena
+
+    @property
+    def run_uid(self) -> str | None:
+        """The uid of the run that is this process in the lineage; None if nothing was captured or has arrived."""
+        return None if self.engaged is None else self.engaged.run_uid
+
+    # --- the lineage ---------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def reading(self) -> Iterator[Session]:
+        """A session that sees every capture made so far by this process.
+
+        :raises Closed: the repository was closed, or belongs to the parent process.
+        """
+        self.check_open()
+        self.settle()
+        with self.looking() as session:
+            yield session
+
+    @contextmanager
+    def looking(self) -> Iterator[Session]:
+        """A session that sees what is recorded. States that died with their process are lost by then: its lease is free."""
+        with self._recovering, suppress(Unavailable):  # where nothing can be written now, what is recorded is shown as it is
+            if held_in(self.home.path, is_held=False):
+                recover(self.database, self.tiers.durable, self.home)
+        with self.database.read() as session:
+            yield session
+
+    @contextmanager
+    def writing(self) -> Iterator[Session]:
+        """A durable transaction; the engine of this process is told which refs it made, moved or deleted.
+
+        :raises Closed: the repository was closed, or belongs to the parent process.
+        """
+        self.check_open()
+        with self.database.write(durable=True) as session:
+            yield session
+        self._has_written = True
+        if self.running is not None:
+            self.running.refs_changed()
+
+    def state(self, rev: str | State, *, nearest: bool = False) -> State:
+        """The state that a revision names; with ``nearest`` the nearest one that can be restored here, if that one cannot.
+
+        :raises NotFound: it names none; lists close names.
+        :raises SyntaxProblem: it does not parse; points at the column.
+        :raises Unavailable: with ``nearest``, no state near it can be restored.
+        """
+        with self.reading() as session:
+            found = revision.resolve(session, values.revision(rev))
+            return nearest_kept(self, session, found) if nearest else found
+
+    def seal(self, uid: str, seal: str) -> None:
+        """Record the seal of a state's content for good, if the lineage may be written; later seals are compared with it.
+
+        :raises Corrupt: another seal was recorded before.
+        """
+        with self.database.read() as session:
+            known = attachments.seals(session, [uid]).get(uid)
+        attachments.check(known, seal, uid)
+        if known is None and self.database.read_only is None:
+            with self.database.write() as session:
+                attachments.seal(session, uid, seal)
+            self._has_written = True
+
+    # --- the payload ---------------------------------------------------------------------------------------------------------
+
+    def open_payload(self, state: State, *, verify: bool | None = None, rank: int = 0) -> Reader:
+        """A reader of the state on the nearest tier that holds it, once its content is seen to match the lineage. ``verify`` is as
+        configured, unless it is given.
+
+        If several ranks captured it, what each had of its own is read for ``rank``.
+
+        :raises Corrupt: the manifest is another state's.
+        :raises Unavailable: its bytes are not here; names the nearest ancestor that has them.
+        """
+        verify = self.config.verify if verify is None else verify
+        try:
+            return self.tiers.open(state, verify=verify, rank=rank)
+        except NotFound:
+            with self.database.read() as session:
+                raise explain(self, session, lookup.state(session, state.uid)) from None
+
+    def holds(self, uid: str) -> bool:
+        """Whether a state's bytes are on one of the tiers."""
+        return self.tiers.has(uid)
+
+    # --- the end -------------------------------------------------------------------------------------------------------------
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether it was closed and can no longer be used."""
+        return self._is_closed
+
+    def check_open(self) -> None:
+        """Raise unless it may be used here and now.
+
+        :raises Closed: it was closed, or belongs to the parent process.
+        """
+        if self._pid != os.getpid():
+            raise Closed("this repository was opened by the parent process: open it again in the child")
+        if self._is_closed:
+            raise Closed("the repository is closed: open it again")
+
+    def settle(self) -> None:
+        """Wait until every capture so far is recorded (which is not yet durable) or has failed. Does nothing once it is closed."""
+        if self.running is not None and not self._is_closed:
+            self.running.flush()
+
+    def drain(self) -> None:
+        """Wait until every state that must become durable is; logs a warning if that takes long."""
+        if self.running is None:
+            return
+        began, has_said = time.monotonic(), False
+
+        def say(pending: int) -> None:
+            nonlocal has_said
+            if not has_said and time.monotonic() - began > _PATIENCE_S:
+                has_said = True
+                with undisturbed():  # an interrupt could leave the locks of logging taken
+                    _logger.warning(
+                        "making %d states durable before closing; Ctrl-C gives them up",
+                        pending,
+                        extra=event("closing.waits", states=pending),
+                    )
+
+        with self.tiers.durable.hurrying():
+            self.running.drain(say)
+
+    def close(self, error: BaseException | None = None) -> None:
+        """End servers and trainings, make durable what must be, and release everything; idempotent. ``error`` is the one that ended the
+        trainings, if any.
+
+        :raises DatastatesError: (or another error) something failed in the background, and no handle or later capture has raised it yet.
+        """
+        if self._is_ended or self._pid != os.getpid():
+            return
+        self._is_closed = True
+        for server in self.servers:
+            server.close()
+        errors: list[Exception] = []
+        for training in list(self.trainings):
+            try:
+                training.close(error)
+            except Exception as exc:  # the others must be closed too
+                errors.append(exc)
+        try:
+            self._let_go()
+        except Exception as exc:  # raised below, once everything is closed
+            errors.append(exc)
+        self._end()
+        if self.engaged is not None:
+            errors += self.engaged.runner.errors()  # states may be written after their tracker ended: tags make them durable
+        _raise_first(errors)
+
+    def _let_go(self) -> None:
+        if self.engaged is None:
+            if self._has_written:
+                tell_now(self.database, self.location.packs)
+            return self.tiers.close()
+        self.engaged.let_go()
+        return closed(self.engaged.end_unowned)
+
+    def _end(self) -> None:
+        self._is_ended = True  # an interrupt before this: the next call goes on
+        self.database.close()
+
+
+def _raise_first(errors: list[Exception]) -> None:
+    """Raise the first error, if there is one. Further errors that do not repeat an earlier one are logged."""
+    for index, error in enumerate(errors[1:], 1):
+        if not any(error is said or (isinstance(error, DatastatesError) and error.repeats(said)) for said in errors[:index]):
+            known = isinstance(error, DatastatesError)  # its message says enough
+            _logger.error("closing the repository failed in another way too: %s", error, exc_info=None if known else error)
+    if errors:
+        raise errors[0]
+
+
+class Opened(Protocol):
+    """A repository, as ``datastates.open`` returns it."""
+
+    @property
+    def core(self) -> Core:
+        """The core behind it."""
+
+
+def core_of(value: object, what: str = "repo") -> Core:
+    """The core behind a repository that a user gave.
+
+    :raises InvalidInput: it is not a repository.
+    """
+    core = values.attribute(value, "core")
+    if not isinstance(core, Core):
+        raise InvalidInput(f"{what} is {values.shown(value)}: give the repository that datastates.open returned")
+    return core

@@ -1,0 +1,156 @@
+"""Making room in a folder of packs while other work goes on there: garbage is removed, and everything on which the lineage depends stays.
+
+The lineage says which states were given up, and the manifests in the folder say which packs are needed. A state that is not in the lineage
+may be another lineage's, or newer than a database that was restored from a copy: its files stay, and the report says so. So do those of a
+state that was given up here, and that the chronicle of another lineage names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from datastates.errors import Conflict
+from datastates.lineage.query.retained import given_up, unheard_of
+from datastates.lineage.write.parts import abandon
+from datastates.lineage.write.replicas import take_turns
+from datastates.storage.garbage import Collected
+from datastates.system.interrupts import checkpoint
+
+from .chronicle import CHRONICLES, chronicles
+from .core import Core
+from .lease import held_in
+
+if TYPE_CHECKING:
+    from sqlalchemy.orm import Session
+
+__all__ = ["GcReport", "gc"]
+
+_AT_ONCE = 16
+"""How many states are removed in one transaction, for which other writers wait."""
+
+
+@dataclass(frozen=True, slots=True)
+class GcReport:
+    """What ``gc`` did, or with ``is_dry_run`` would do; sizes are in bytes.
+
+    ``states`` are uids of states that the lineage gave up earlier, or does not know, and whose manifests were still there; ``temporaries``
+    are files that nobody writes any more, ``packs`` those that no state needs, ``rewritten`` packs in which most bytes were not needed.
+    ``left`` says what stayed, and why.
+    """
+
+    is_dry_run: bool
+    states: tuple[str, ...]
+    temporaries: int
+    packs: int
+    rewritten: int
+    bytes_temporaries: int
+    bytes_packs: int
+    bytes_rewritten: int
+    left: tuple[str, ...]
+
+    @property
+    def bytes_freed(self) -> int:
+        """The bytes freed in all."""
+        return self.bytes_temporaries + self.bytes_packs + self.bytes_rewritten
+
+
+def gc(
+    core: Core, *, is_dry_run: bool = False, takes_unknown: bool = False, on_progress: Callable[[int, int], None] | None = None
+) -> GcReport:
+    """Make room in the folder of packs; see ``Repository.gc``."""
+    core.check_open()
+    core.settle()
+    tell = on_progress or (lambda done, total: None)
+    tier = core.tiers.durable
+    if not is_dry_run:
+        core.home.check_writable()
+        with core.database.write() as session:
+            abandon(session)
+    with core.database.read() as session:
+        here = tuple(dict.fromkeys(uid for uid, _ in tier.parts()))
+        leftovers, named = _leftovers(core, session, here)
+        strangers = unheard_of(session, here)
+    unknown = _nobodys(core, strangers) if takes_unknown else []
+    left = [*_named(core, named), *_unknown(core, [uid for uid in strangers if uid not in set(unknown)])]
+    if is_dry_run:
+        gone = [*leftovers, *unknown]
+        return _report(gone, left, tier.collect(is_dry=True, without=gone, tell=tell), is_dry_run=True)
+    removed = _remove(core, leftovers, lambda session, uids: _leftovers(core, session, uids)[0])
+    removed += _remove(core, unknown, unheard_of)
+    return _report(removed, left, tier.collect(tell=tell))
+
+
+def _leftovers(core: Core, session: Session, uids: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """Those of these states that were given up, and may go; and those that were given up here and stay, with why."""
+    gone = given_up(session, uids, tier=core.tiers.durable.name, node=core.home.uid or "")
+    named = core.home.neighbours.naming(session, gone)
+    return [uid for uid in gone if uid not in named], named
+
+
+def _nobodys(core: Core, strangers: list[str]) -> list[str]:
+    """Those that no other lineage of the folder has recorded, either.
+
+    :raises Conflict: another process is at work here, and may yet record them.
+    """
+    others = [run for run in held_in(core.location.packs) if run != core.run_uid]
+    if others:
+        raise Conflict(
+            f"{len(others)} processes are at work in {core.location.packs}, the first of them run {others[0]}: what is unknown may be "
+            "theirs; do it when they have ended, or leave it"
+        )
+    told = {state.uid for chronicle in chronicles(core.location.packs) for entry in chronicle.entries for state in entry.states}
+    return [uid for uid in strangers if uid not in told]
+
+
+def _remove(core: Core, uids: Sequence[str], judged: Callable[[Session, Sequence[str]], list[str]]) -> list[str]:
+    """Delete the manifests of states for which ``judged`` still holds, while nobody can bring them again; returns their uids."""
+    removed = list[str]()
+    for start in range(0, len(uids), _AT_ONCE):
+        checkpoint()
+        with core.database.write() as session:
+            take_turns(session)
+            gone = judged(session, uids[start : start + _AT_ONCE])
+            core.tiers.durable.forget(gone)
+            removed += gone
+    return removed
+
+
+def _report(states: list[str], left: list[str], found: Collected, *, is_dry_run: bool = False) -> GcReport:
+    return GcReport(
+        is_dry_run=is_dry_run,
+        states=tuple(states),
+        temporaries=found.temporaries,
+        packs=found.packs,
+        rewritten=found.rewritten,
+        bytes_temporaries=found.temporary_bytes,
+        bytes_packs=found.pack_bytes,
+        bytes_rewritten=found.rewritten_bytes,
+        left=(*found.left, *left),
+    )
+
+
+def _named(core: Core, named: dict[str, str]) -> list[str]:
+    found = []
+    for why in dict.fromkeys(named.values()):
+        uids = [uid for uid in named if named[uid] == why]
+        found.append(
+            f"state {uids[0]}{_and_more(uids)} in {core.home.path}, which this lineage gave up: {why}; if that lineage is no more, "
+            f"move its chronicle away from {core.home.path / CHRONICLES}"
+        )
+    return found
+
+
+def _unknown(core: Core, strangers: list[str]) -> list[str]:
+    if not strangers:
+        return []
+    return [
+        f"state {strangers[0]}{_and_more(strangers)} in {core.home.path}, which this lineage does not know: another lineage's, or newer "
+        "than a database that was brought back from a copy (`datastates reindex --replace` takes them in), or of a process that died "
+        "before it told of them (`datastates gc --unknown` deletes what no lineage of this folder was told of)"
+    ]
+
+
+def _and_more(uids: list[str]) -> str:
+    return f" and {len(uids) - 1} more" if len(uids) > 1 else ""

@@ -1,0 +1,381 @@
+"""Leases show which processes are alive: each tracking process holds a lock on a file of its own for as long as it lives.
+
+The kernel drops the lock when the process ends, however it ends; a pid alone might have been reused. The file records its own inode,
+because a copy of a folder also contains copies of its leases, which no process will ever lock.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import secrets
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from datastates.errors import Conflict, Unavailable
+from datastates.lineage.database import Database
+from datastates.lineage.states import Run
+from datastates.lineage.views.branch_rows import Life
+from datastates.lineage.write import attachments
+from datastates.lineage.write.clones import repository_uid
+from datastates.lineage.write.runs import unfinished
+from datastates.system.files import hold, is_held, make_folder_like, make_regular, may_read, read_regular
+from datastates.system.interrupts import Mutex
+
+from .chronicle import CHRONICLES, lineages, read_chronicle
+from .environment import is_running, node_name
+from .location import Location
+
+if TYPE_CHECKING:
+    from sqlalchemy.orm import Session
+
+LEASES = "leases"
+"""The folder of the leases, inside the folder of packs."""
+
+
+class Seen(StrEnum):
+    """What can be seen of a lease: it is held, it is free, it is a copy of one, or there is none."""
+
+    HELD = "held"
+    FREE = "free"
+    COPY = "copy"
+    NOTHING = "nothing"
+
+
+class Lease:
+    """An exclusive lock on ``<packs>/leases/<uid>``, for as long as this process lives or until ``close``.
+
+    :raises OSError: it cannot be made.
+    """
+
+    def __init__(self, packs: Path, uid: str) -> None:
+        folder = packs / LEASES
+        make_folder_like(packs, folder)
+        held = hold(folder / uid)
+        if held is None:
+            raise BlockingIOError(f"{folder / uid} is held by another process")
+        try:
+            held.write(json.dumps({"inode": held.inode, "host": node_name(), "pid": os.getpid()}))
+        except OSError:
+            held.close()
+            raise
+        self._held = held
+
+    def beat(self) -> None:
+        """Note that the process is at work, for ``beat_at``; costs one system call."""
+        self._held.touch()
+
+    def close(self) -> None:
+        """Drop the lock and remove the file; idempotent. Does nothing in a forked child."""
+        self._held.close()
+
+
+def beat_at(packs: Path, uid: str) -> datetime | None:
+    """When a process last noted that it is at work; None if its lease cannot be seen."""
+    try:
+        return datetime.fromtimestamp((packs / LEASES / uid).stat().st_mtime, UTC)
+    except OSError:
+        return None
+
+
+def held_in(packs: Path, *, is_held: bool = True) -> list[str]:
+    """The runs whose leases in a folder are held, or may be, so that processes may be at work there; else those whose leases are not."""
+    folder = packs / LEASES
+    return [name for name in sorted(os.listdir(folder) if folder.is_dir() else ()) if (look(packs, name) is Seen.HELD) is is_held]
+
+
+def look(packs: Path, uid: str) -> Seen:
+    """What can be seen of a lease from here. It counts as held if it cannot be read, or if the file system cannot tell."""
+    path = packs / LEASES / uid
+    try:
+        if is_held(path):
+            return Seen.HELD
+        note = path.read_bytes()
+        inode = path.stat().st_ino
+    except FileNotFoundError:
+        return Seen.NOTHING
+    except OSError:
+        return Seen.HELD
+    try:
+        return Seen.FREE if not note or json.loads(note)["inode"] == inode else Seen.COPY
+    except (ValueError, LookupError, TypeError):
+        return Seen.FREE
+
+
+# The other lineages of a folder of packs: their states lie there too, so whoever deletes files
+# asks here first.
+
+
+_Stamp = tuple[int, int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """A chronicle as it was read: the states that it names, where its last frame ends, and why it may name more; None if it cannot."""
+
+    stamp: _Stamp
+    uids: frozenset[str]
+    end: int
+    doubt: str | None
+
+
+_NOTHING = _Seen((0, 0, 0), frozenset(), 0, None)
+
+
+class Neighbours:
+    """What the chronicles of other lineages say of the states in a folder. Only what is new in a chronicle is read. Safe from any thread.
+
+    A state that another lineage has taken in is known here once that one has told its chronicle: within ten seconds while it captures, else
+    when it is closed.
+    """
+
+    def __init__(self, packs: Path) -> None:
+        self._packs = packs
+        self._seen: dict[str, _Seen] = {}
+        self._turn = Mutex()
+
+    def naming(self, session: Session, uids: Iterable[str]) -> dict[str, str]:
+        """Those of these states whose files must stay because another lineage than that of the session names them, or may: each with why,
+        in words."""
+        others, wanted, found = lineages(self._packs), list(uids), dict[str, str]()
+        if not others or not wanted:
+            return found
+        own = repository_uid(session)
+        with self._turn:
+            for lineage in others:
+                if lineage != own:
+                    seen = self._look(lineage)
+                    found |= {uid: f"lineage {lineage} of this folder names it too" for uid in wanted if uid in seen.uids}
+                    found |= {} if seen.doubt is None else dict.fromkeys(wanted, seen.doubt)
+        return found
+
+    def _look(self, lineage: str) -> _Seen:
+        stamp, known = _stamp(self._packs / CHRONICLES / lineage), self._seen.get(lineage)
+        if known is not None and known.stamp == stamp:
+            return known
+        if known is None or known.doubt is not None or known.stamp[0] != stamp[0] or stamp[1] < known.end:
+            known = _NOTHING
+        seen = _read_on(self._packs, lineage, stamp, known)
+        if seen.doubt is not None and known.end:  # it may have been written anew
+            seen = _read_on(self._packs, lineage, stamp, _NOTHING)
+        self._seen[lineage] = seen
+        return seen
+
+
+def _stamp(path: Path) -> _Stamp:
+    try:
+        status = os.stat(path, follow_symlinks=False)
+    except OSError:  # the reader says what is wrong
+        return _NOTHING.stamp
+    return status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def _read_on(packs: Path, lineage: str, stamp: _Stamp, known: _Seen) -> _Seen:
+    uids = set(known.uids)
+    try:
+        more = read_chronicle(packs, lineage, known.end, take=lambda entry: uids.update(state.uid for state in entry.states))
+    except Unavailable as exc:
+        return replace(_NOTHING, doubt=f"another lineage may name it: {exc}")
+    doubt = f"lineage {lineage} of this folder may name it: its chronicle is damaged; `datastates repair` there writes it anew"
+    return _Seen(stamp, frozenset(uids), more.end, doubt if more.rotten_bytes else None)
+
+
+# The folder of packs, which a repository recognizes by a uid stored in it, not by its path or by
+# the host that sees it.
+
+
+FOLDER = "datastates.folder"
+"""The key in the record of a run for the uid of the folder with its lease and its packs."""
+
+PACKS = "datastates.packs"
+"""The key there for the path that this folder had, for people to read."""
+
+_PAGE = 4096
+_IDENTITY = ".identity"
+_UID = re.compile("[0-9a-f]{24}")
+
+
+@dataclass(frozen=True, slots=True)
+class Home:
+    """A folder of packs. ``uid`` is None if it has none and none could be written.
+
+    ``is_beside``: the lineage lies beside it in one folder, so a copy of one comes with a copy of the other.
+    ``read_only`` says why nothing can be written here; None if it can. ``neighbours`` are the other lineages that have states in it.
+    """
+
+    path: Path
+    uid: str | None
+    is_beside: bool
+    read_only: str | None
+    neighbours: Neighbours = field(repr=False, compare=False)
+
+    def check_writable(self) -> str:
+        """The folder's uid, if a training may write here.
+
+        :raises Unavailable: it may not.
+        """
+        if self.read_only is not None or self.uid is None:
+            raise Unavailable(
+                f"this repository can only be read: {self.read_only}; get the right to write there, "
+                "or copy the repository to where you may write and open the copy"
+            )
+        return self.uid
+
+    def lease(self, run: str) -> Lease:
+        """A new lease, which shows that a run of this process lives.
+
+        :raises Unavailable: it cannot be made.
+        """
+        try:
+            return Lease(self.path, run)
+        except OSError as exc:
+            raise Unavailable(
+                f"no lease can be made in {self.path / LEASES} ({exc.strerror}): every process that tracks locks a file there; "
+                "get the right to write in that folder, on a file system with locks"
+            ) from exc
+
+
+def look_at(location: Location) -> Home:
+    """The folder of packs for a caller that only reads; nothing is written.
+
+    :raises Unavailable: its identity cannot be read.
+    """
+    is_beside = location.root is not None and location.packs == location.root / "packs"
+    return Home(location.packs, _read(location.packs), is_beside, "it was opened for looking only", Neighbours(location.packs))
+
+
+def settle_in(location: Location, database: Database) -> Home:
+    """The folder of packs; if both may be written, its lineage knows it from now on.
+
+    :raises Unavailable: its identity cannot be read, or cannot be written.
+    """
+    packs = location.packs
+    is_beside = location.root is not None and packs == location.root / "packs"
+    read_only = database.read_only or (None if _may_write(packs) else f"{packs} may not be written by this process")
+    uid = identity(packs) if database.read_only is None else _read(packs)
+    if uid is not None and database.read_only is None:
+        with database.read() as session:
+            known = attachments.get(session, uid)
+        if known is None or known.path != str(packs):
+            with database.write() as session:
+                attachments.note(session, uid, path=str(packs), host=node_name())
+    return Home(packs, uid, is_beside, read_only, Neighbours(packs))
+
+
+def identity(packs: Path) -> str | None:
+    """The uid of a folder of packs, which gets one if it has none; None if it has none and may not be written.
+
+    :raises Unavailable: it cannot be read, or cannot be written.
+    """
+    uid = _read(packs)
+    if uid is not None or not _may_write(packs):
+        return uid
+    try:
+        return _identify(packs)
+    except OSError as error:
+        next_step = "see that its disk is well and has room, or choose another folder"
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            next_step = "raise the limit of open files (`ulimit -n`), or close what this process holds open"
+        raise Unavailable(f"{packs} cannot be made a home of states ({error}): {next_step}") from error
+
+
+def _may_write(packs: Path) -> bool:
+    return os.access(packs, os.W_OK | os.X_OK, effective_ids=os.access in os.supports_effective_ids)
+
+
+def _read(packs: Path) -> str | None:
+    path = packs / _IDENTITY
+    try:
+        text = read_regular(path, most=_PAGE).decode(errors="replace").strip()
+    except FileNotFoundError:
+        return None
+    except OSError as exc:
+        raise Unavailable(f"{path} cannot be read ({exc.strerror}): it says which folder this is; get the right to read it") from exc
+    if not _UID.fullmatch(text):
+        raise Unavailable(f"{path} says {text[:40]!r}, which is no identity of a folder: bring the file back from a copy, or delete it")
+    return text
+
+
+def _identify(packs: Path) -> str:
+    """The identity of the folder, which is written unless another process was first."""
+    from datastates.storage.durable_files import (  # imports torch, which callers that only read do without
+        TEMPORARY,
+        locked,
+        sync_folder,
+        write_file,
+    )
+
+    with locked(packs, is_shared=False):
+        found = _read(packs)
+        if found is not None:
+            return found
+        made, path = secrets.token_hex(12), packs / f"{TEMPORARY}identity"
+        fd = make_regular(path)
+        try:
+            write_file(fd, path, made.encode() + b"\n")
+            may_read(packs, fd)
+            path.rename(packs / _IDENTITY)
+        except BaseException:
+            path.unlink(missing_ok=True)
+            raise
+        finally:
+            os.close(fd)
+        sync_folder(packs)
+    return made
+
+
+# Tells whether the process of a run lives, as far as that can be known from here. Imports no
+# torch.
+
+
+def is_dead(run: Run, home: Home) -> bool:
+    """Whether the process of a run that did not finish has certainly ended, as far as this folder is concerned.
+
+    A free lease proves it, whatever host wrote it, unless the kernel sees the process running. A copy of a lease proves it if the lineage
+    was copied with it: that process writes to the original. A missing lease proves nothing; then only the kernel can tell, if the process
+    ran where this one can see it.
+    """
+    folder = run.config.get(FOLDER)
+    if folder is not None and folder != home.uid:
+        return False
+    seen = look(home.path, run.process or run.uid)
+    if seen is Seen.HELD:
+        return False
+    if seen is Seen.COPY and home.is_beside:
+        return True
+    running = is_running(run)
+    if seen is Seen.FREE:
+        return running is not True
+    return running is False and folder is not None
+
+
+def is_alive(run: Run, home: Home) -> bool:
+    """Whether the process of a run is seen to live. A process that is neither alive nor dead is unknown."""
+    if run.finished_at is not None or is_dead(run, home):
+        return False
+    return look(home.path, run.process or run.uid) is Seen.HELD or is_running(run) is True
+
+
+def life_of(run: Run, home: Home) -> Life:
+    """What is known of a run's process."""
+    if run.is_imported and run.finished_at is None:
+        return Life.UNKNOWN
+    if run.finished_at is not None or is_dead(run, home):
+        return Life.ENDED
+    return Life.RUNNING if is_alive(run, home) else Life.UNKNOWN
+
+
+def check_idle(session: Session, branch: str, home: Home) -> None:
+    """Raise if a training may still move a branch.
+
+    :raises Conflict: the process of one is alive, or nothing can be found out about it; the error names the process.
+    """
+    for run in unfinished(session, branch):
+        if life_of(run, home) is not Life.ENDED:
+            raise Conflict(f"branch {branch!r} has a training: process {run.pid} on {run.host}, as far as known; end it, then try again")

@@ -1,0 +1,352 @@
+"""Reads everything that a folder of packs holds for this lineage: every byte once, on several threads, and reports what is damaged by name.
+
+Files are read in the order of the uids in their names, so that a check that was ended continues behind the last state that it finished. A
+stretch that several states share is read once, and reported for each of them if it is damaged.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import chain, islice
+
+from datastates.errors import Corrupt, NotFound, Unavailable
+from datastates.lineage.query import names, walk
+from datastates.lineage.query.incomplete import waiting
+from datastates.lineage.query.retained import held_on
+from datastates.lineage.states import RefKind, State
+from datastates.lineage.write import attachments
+from datastates.lineage.write.clones import known
+from datastates.lineage.write.parts import part_digest
+from datastates.lineage.write.replicas import held
+from datastates.state.manifest import CHUNK_BYTES, Manifest
+from datastates.storage.dedup import ChunkIndex
+from datastates.storage.pack import places_of
+from datastates.storage.roles import DurableTier
+from datastates.system.interrupts import checkpoint
+
+from .chronicle import chronicles
+from .core import Core
+from .lease import identity
+
+_PIECE = 16
+"""One thread reads this many chunks at a time, 64 MiB at most."""
+
+_MOST_THREADS = 4
+
+_Place = tuple[str, int]
+"""A pack, and the offset of a chunk in it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """What is wrong with a state here: with a chunk, which holds (parts of) ``tensors``; or with its manifest, if ``chunk`` is None."""
+
+    state: str
+    rank: int
+    chunk: int | None
+    tensors: tuple[str, ...]
+    problem: str
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyReport:
+    """What a check of everything found. ``states`` counts the states of which a manifest was read, ``bytes`` the payload that was read.
+
+    ``unread`` is what may be sound but cannot be read here: manifests of a newer version, files without permission, things that are not
+    files. It also names damaged files that no state needs: the chronicle, the index of chunks and the identity of the folder. ``mark`` is
+    the uid to continue from (``since``) if the check was ended early; None if it finished. ``partial`` says in words what waits for parts
+    of other ranks: such states enter the lineage once they are whole, and cannot be restored before.
+    """
+
+    states: int
+    bytes: int
+    damage: tuple[Damage, ...]
+    unread: tuple[str, ...]
+    mark: str | None
+    partial: tuple[str, ...] = ()
+
+    @property
+    def hurt(self) -> tuple[str, ...]:
+        """The uids of the damaged states, each once."""
+        return tuple(dict.fromkeys(each.state for each in self.damage))
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Where a check begins, and how long it may take; ``threads`` None: as many as there are cores, at most four."""
+
+    since: str | None = None
+    limit_s: float | None = None
+    threads: int | None = None
+
+
+def check_all(
+    core: Core,
+    limits: Limits,
+    *,
+    on_progress: Callable[[int, int], None] | None = None,
+    on_mark: Callable[[str], None] | None = None,
+) -> VerifyReport:
+    """Read everything; see ``Repository.verify``. ``on_mark`` is called with each uid up to which everything was read."""
+    core.check_open()
+    core.settle()
+    run = _Run(core, limits, on_progress or (lambda done, total: None), on_mark or (lambda mark: None))
+    return run.run()
+
+
+@dataclass(slots=True)
+class _Task:
+    """A state that is being read, as pieces that each return what is wrong."""
+
+    uid: str
+    rank: int
+    pieces: list[Future[list[Damage]]] = field(default_factory=list)
+    damage: list[Damage] = field(default_factory=list)
+    shared: list[tuple[int, _Place]] = field(default_factory=list)
+    manifest: Manifest | None = None
+
+
+class _Run:
+    def __init__(self, core: Core, limits: Limits, tell: Callable[[int, int], None], mark: Callable[[str], None]) -> None:
+        self._core, self._limits, self._tell, self._mark = core, limits, tell, mark
+        self._tier: DurableTier = core.tiers.durable
+        self._total = self._tier.bytes_stored
+        self._done, self._lock = 0, threading.Lock()
+        self._seen: set[_Place] = set()
+        self._read_already: set[_Place] = set()
+        self._bad: dict[_Place, str] = {}
+        self._damage: list[Damage] = []
+        self._unread: list[str] = []
+        self._states, self._counted = 0, ""
+
+    def run(self) -> VerifyReport:
+        """Check every state of the folder, and every state that the lineage says is here."""
+        until = None if self._limits.limit_s is None else time.monotonic() + self._limits.limit_s
+        threads = self._limits.threads or min(_MOST_THREADS, os.cpu_count() or 1)
+        waiting: deque[_Task] = deque()
+        last: str | None = None
+        if self._limits.since is None:
+            self._unread += _damaged_beside(self._core)
+        pool = ThreadPoolExecutor(threads, thread_name_prefix="datastates-verify")
+        try:
+            for uid, rank in self._names():
+                if until is not None and last is not None and uid != last and time.monotonic() > until:
+                    self._finish(waiting, 0)
+                    return self._report(last)
+                waiting.append(self._begin(uid, rank, pool))
+                last = uid
+                self._finish(waiting, 4 * threads)
+            self._finish(waiting, 0)
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+        return self._report(None)
+
+    def _report(self, mark: str | None) -> VerifyReport:
+        with self._core.database.read() as session:
+            partial = tuple(str(each) for each in waiting(session))
+        return VerifyReport(self._states, self._done, tuple(self._damage), tuple(dict.fromkeys(self._unread)), mark, partial)
+
+    def _names(self) -> Iterator[tuple[str, int]]:
+        """The state and rank of each manifest that is here, or should be, by uid."""
+        core, tier = self._core, self._tier
+        with core.database.read() as session:
+            said = held_on(session, tier=tier.name, node=core.home.uid or "")
+        return iter(sorted(each for each in {*said, *tier.parts()} if self._limits.since is None or each[0] > self._limits.since))
+
+    def _begin(self, uid: str, rank: int, pool: ThreadPoolExecutor) -> _Task:
+        checkpoint()
+        task = _Task(uid, rank)
+        try:
+            task.manifest = manifest = self._tier.part_manifest(uid, rank)
+        except NotFound:
+            if self._is_claimed(uid):
+                task.damage.append(Damage(uid, rank, None, (), "its manifest is gone: somebody deleted or moved it"))
+            return task
+        except Corrupt as exc:
+            task.damage.append(Damage(uid, rank, None, (), str(exc)))
+            return task
+        except Unavailable as exc:
+            self._unread.append(str(exc))
+            return task
+        self._states += uid != self._counted  # the parts of a state follow each other
+        self._counted = uid
+        self._compare(task, manifest)
+        wanted: list[int] = []
+        for index, ref in enumerate(manifest.refs):
+            place = manifest.packs[ref.pack].name, ref.offset
+            if place in self._seen:
+                task.shared.append((index, place))
+            else:
+                self._seen.add(place)
+                wanted.append(index)
+        task.pieces = [pool.submit(self._read, uid, rank, wanted[at : at + _PIECE]) for at in range(0, len(wanted), _PIECE)]
+        return task
+
+    def _compare(self, task: _Task, manifest: Manifest) -> None:
+        """Compare the manifest with the lineage, which knows the state's digest, and for a state of several parts the part's."""
+        with self._core.database.read() as session:
+            if manifest.origin.world_size > 1:
+                digest = part_digest(session, task.uid, task.rank)
+            else:
+                digest = known(session, [task.uid]).get(task.uid)
+        if digest not in (None, manifest.digest):
+            said = f"it is the manifest of a state of digest {manifest.digest[:16]}, the lineage knows {str(digest)[:16]}"
+            task.damage.append(Damage(task.uid, task.rank, None, (), said))
+
+    def _is_claimed(self, uid: str) -> bool:
+        core = self._core
+        with core.database.read() as session:
+            return bool(held(session, [uid], tier=self._tier.name, node=core.home.uid or ""))
+
+    def _read(self, uid: str, rank: int, chunks: list[int]) -> list[Damage]:
+        """Read some chunks; runs on a thread of the pool."""
+        found: list[Damage] = []
+        try:
+            reader = self._tier.open_part(uid, rank, verify=True)
+        except (NotFound, Corrupt):
+            return found  # removed, or replaced, since its manifest was read
+        except Unavailable as exc:
+            self._unread.append(str(exc))
+            return found
+        with reader:
+            manifest = reader.manifest
+            for index in chunks:
+                try:
+                    reader.chunk(index)
+                except Corrupt as exc:
+                    ref = manifest.refs[index]
+                    self._bad[manifest.packs[ref.pack].name, ref.offset] = str(exc)
+                    found.append(Damage(uid, rank, index, _tensors(manifest, index), str(exc)))
+                except Unavailable as exc:
+                    self._unread.append(str(exc))
+                    continue
+                except OSError as exc:
+                    found.append(Damage(uid, rank, index, _tensors(manifest, index), f"it cannot be read: {exc}"))
+                with self._lock:
+                    self._read_already.add((manifest.packs[manifest.refs[index].pack].name, manifest.refs[index].offset))
+                    self._done += manifest.content.chunks[index].length
+        return found
+
+    def _finish(self, waiting: deque[_Task], most: int) -> None:
+        """Finish the first states until at most ``most`` wait."""
+        while len(waiting) > most:
+            task = waiting.popleft()
+            for piece in task.pieces:
+                checkpoint()
+                task.damage += piece.result()
+            task.damage += self._of_shared(task)
+            self._damage += task.damage
+            self._tell(min(self._done, self._total), self._total)
+            if not waiting or waiting[0].uid != task.uid:  # its last part
+                self._mark(task.uid)
+
+    def _of_shared(self, task: _Task) -> Iterator[Damage]:
+        """The damage in chunks that an earlier state shares and had to read first; that state may have been removed meanwhile."""
+        for index, place in task.shared:
+            if place not in self._read_already:
+                yield from self._read(task.uid, task.rank, [index])
+            elif place in self._bad and task.manifest is not None:
+                yield Damage(task.uid, task.rank, index, _tensors(task.manifest, index), self._bad[place])
+
+
+def _tensors(manifest: Manifest, index: int) -> tuple[str, ...]:
+    """The paths of the tensors that lie in a chunk."""
+    start, end = index * CHUNK_BYTES, (index + 1) * CHUNK_BYTES
+    return tuple(place.spec.path for place in places_of(bytes(manifest.content.tensors)) if place.start < end and place.end > start)
+
+
+def _damaged_beside(core: Core) -> list[str]:
+    """The damage in the files that belong to the folder as a whole: the chronicles of its lineages, the index of chunks, the identity."""
+    packs, tier = core.location.packs, core.tiers.durable
+    try:
+        told, count, uid = chronicles(packs), ChunkIndex(packs).damaged(), identity(packs)
+    except (OSError, Unavailable) as exc:
+        return [str(exc)]
+    said = [
+        f"the chronicle of lineage {each.lineage} ({each.rotten_bytes} bytes of it are damaged): `datastates repair` writes that of this "
+        "lineage anew"
+        for each in told
+        if each.rotten_bytes
+    ]
+    if count:
+        said.append(f"{packs}/.chunks ({count} entries are damaged): delete it, and it is made anew from the manifests")
+    with core.database.read() as session:
+        here = {*tier.parts()}.difference(held_on(session, tier=tier.name, node=uid or ""))
+        others = [other for other in attachments.at(session, packs) if here.intersection(held_on(session, tier=tier.name, node=other))]
+    return said + [
+        f"{packs}/.identity says {uid}, but its states lie in folder {other}: if it is that folder, write that" for other in others
+    ]
+
+
+# Help when stored bytes turn out to be damaged: the nearest state that verifies, and how to go on
+# from there.
+
+
+_TRIED = 32
+"""The most ancestors, and the most descendants, that are read: each may be of gigabytes."""
+
+
+@contextmanager
+def naming_a_way_on(core: Core, state: State) -> Iterator[None]:
+    """Raise damage that is found inside the block with the nearest state that verifies, and with how to go on from it.
+
+    :raises Corrupt: ``nearest`` is the uid of that state: an ancestor, else a descendant.
+    """
+    try:
+        yield
+    except Corrupt as exc:
+        raise _explained(core, state, exc) from exc
+
+
+def _explained(core: Core, state: State, problem: Corrupt) -> Corrupt:
+    said = f"state {state.uid[:10]} (step {state.step}) is damaged: {problem}"
+    sound = _nearest_sound(core, state)
+    if sound is None:
+        return Corrupt(
+            f"{said}; no ancestor or descendant of it verifies here: bring its files back (`datastates repair --from FOLDER`), or begin on"
+            " another branch"
+        )
+    lines = [f"{said}; the nearest state that verifies is {sound.uid[:10]} (step {sound.step}): restore that"]
+    lines += [
+        f"to go on from there on branch {name!r}: repo.move({name!r}, {sound.uid[:10]!r}, expected={state.uid[:10]!r}), then track it again"
+        for name in _branches_at(core, state)
+    ]
+    return Corrupt("\n".join(lines), nearest=sound.uid)
+
+
+def _nearest_sound(core: Core, state: State) -> State | None:
+    """The nearest ancestor, else descendant, that can be restored here and of which every byte is right."""
+    with core.database.read() as session:
+        later = [each for each in walk.descendants(session, state.uid, limit=_TRIED) if each.status.is_restorable]
+    tried = chain(islice(_restorable(core, state), _TRIED), later)
+    return next((each for each in tried if _is_sound(core, each)), None)
+
+
+def _restorable(core: Core, state: State) -> Iterator[State]:
+    here: State | None = state
+    while here is not None and here.parents:
+        with core.database.read() as session:
+            here = walk.nearest_restorable(session, here.parents[0])
+        if here is not None:
+            yield here
+
+
+def _is_sound(core: Core, state: State) -> bool:
+    try:
+        with core.open_payload(state, verify=True) as reader:
+            reader.verify()
+    except (Corrupt, NotFound, Unavailable):
+        return False
+    return True
+
+
+def _branches_at(core: Core, state: State) -> list[str]:
+    with core.database.read() as session:
+        return [ref.name for ref in names.refs(session, RefKind.BRANCH) if ref.state == state.uid]

@@ -1,1 +1,0 @@
-"""How a repository is shown in a notebook."""

@@ -1,0 +1,297 @@
+"""The tiers of a repository, nearest first: from which of them a state is read, and their names in the lineage.
+
+    tiers.captured   takes captures and arrivals, once there is one; it is lost with its process
+    tiers.durable    the repository's own folder of packs
+    tiers.further    the user's tiers: each state that becomes durable is put there too
+
+No code outside ``store`` names a tier: the lineage is told ``tier.name`` and ``tier.node``, and is asked with ``VOLATILE``. No such code
+knows the classes of the first two either: ``captures_in`` and ``packs_in`` make them, and their roles say what they can do (``roles``).
+"""
+
+from __future__ import annotations
+
+import re
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from threading import Lock
+
+import msgspec
+from blake3 import blake3
+
+from datastates import values
+from datastates.errors import Closed, Corrupt, InvalidInput, NotFound, Unavailable, Unsupported
+from datastates.lineage.states import State, Status
+from datastates.state.digest import decode, encode
+from datastates.state.manifest import Manifest
+
+from .arena import Arena
+from .durable_files import Pace
+from .local import LocalTier
+from .memory import MemoryTier
+from .parallel_read import SealedChunks
+from .reading import HeldReader, of_state, open_parts
+from .roles import CaptureTier, DurableTier
+from .tier import Payload, Placed, Reader, Tier
+
+CAPTURED = MemoryTier.name
+"""The name in the lineage of the tier that takes captures and arrivals."""
+
+VOLATILE = frozenset({CAPTURED})
+"""The names of tiers that are lost with the process that owns them."""
+
+DURABLE = LocalTier.name
+"""The name of the tier in folders of packs."""
+
+_NAME = re.compile(r"[a-z][a-z0-9-]{0,11}")
+_GIVEN = (Status.DURABLE, Status.REPLICATED, Status.EXTERNAL)
+
+
+class Tiers:
+    """The tiers of one repository. Safe from any thread. ``captured`` is None until something is captured or arrives."""
+
+    def __init__(self, durable: DurableTier, further: Sequence[object] = ()) -> None:
+        self.durable, self.further = durable, check_further(further)
+        self.captured: CaptureTier | None = None
+
+    def __iter__(self) -> Iterator[Tier]:
+        """All tiers, nearest first."""
+        return iter((*(() if self.captured is None else (self.captured,)), *self.lasting))
+
+    @property
+    def lasting(self) -> tuple[Tier, ...]:
+        """The tiers that outlive this process, nearest first."""
+        return (self.durable, *self.further)
+
+    def check_parts(self, size: int) -> None:
+        """Raise unless each of the user's tiers can take the parts of a job of ``size`` ranks.
+
+        :raises Unsupported: a tier cannot.
+        """
+        refused = [tier.name for tier in self.further if size > 1 and not tier.holds_parts]
+        if refused:
+            raise Unsupported(
+                f"the {refused[0]} tier holds states of one process, and this training has {size} ranks: open the repository without it, or"
+                " let its class inherit datastates.storage.KeyedTier, or hold the part of each rank by itself and say holds_parts = True"
+            )
+
+    def has(self, uid: str) -> bool:
+        """Whether one of the tiers that answer has a state."""
+        for tier in self:
+            with suppress(Unavailable):
+                if tier.has(uid):
+                    return True
+        return False
+
+    def open(self, state: State, *, verify: bool = True, rank: int = 0) -> Reader:
+        """A state from the nearest tier that has it; what each rank has of its own is read for ``rank``.
+
+        :raises NotFound: no tier has it.
+        :raises Corrupt: it is damaged there, or is not the state of the lineage.
+        :raises Unavailable: a tier that may have it does not answer, and no further one has it.
+        """
+        return _open(iter(self), state, verify=verify, rank=rank)
+
+    def open_part(self, state: State, rank: int, *, verify: bool = True) -> tuple[Reader, int]:
+        """One part of a state from the nearest tier that has it, and how far away that is: 0 is this process's memory.
+
+        :raises NotFound: no tier that answers has it; another rank may reach it.
+        """
+        for far, tier in enumerate(self, 1 if self.captured is None else 0):
+            try:
+                if state.world_size > 1:
+                    return tier.open_part(state.uid, rank, verify=verify), far
+                return of_state(tier.open(state.uid, verify=verify), state), far
+            except (NotFound, Unavailable):
+                continue
+        raise NotFound(f"rank {rank} of state {state.uid} is on no tier here")
+
+    def reopen(self, state: State, *, verify: bool = True) -> Reader:
+        """``open`` from the tiers that outlive this process, for when its memory is wanted back."""
+        return _open(iter(self.lasting), state, verify=verify)
+
+    def reopen_part(self, state: State, rank: int, *, verify: bool = True) -> Reader:
+        """``reopen`` for the part of one rank."""
+        return _open_part(self.lasting, state.uid, rank, verify)
+
+    def placed(self, uid: str) -> Manifest | None:
+        """The manifest of a state that is durable here, so that another state can refer to what they share; None if there is none."""
+        try:
+            return self.durable.manifest(uid)
+        except (NotFound, Corrupt):
+            return None
+
+    def close(self) -> None:
+        """Close the tiers that outlive this process; idempotent."""
+        for tier in self.lasting:
+            tier.close()
+
+
+def captures_in(arena: Arena, node: str = "") -> CaptureTier:
+    """A tier for captures and arrivals in the slots of an arena; ``node`` names the process."""
+    return MemoryTier(arena, node)
+
+
+def packs_in(
+    folder: Path, *, direct: bool | None = None, bytes_per_s: int | None = None, on_step: Callable[[str], None] | None = None
+) -> DurableTier:
+    """A folder of packs, which is made if it is not there.
+
+    :param direct: whether to write past the page cache; None: if the file system can.
+    :param bytes_per_s: the fastest rate at which payload is written.
+    :param on_step: called with a name after each durable step, on the thread that puts: ``pack-written``, ``pack-renamed``,
+        ``manifest-written``, ``manifest-renamed`` (from here on the state is visible, and durable), ``manifest-removed``.
+    """
+    return LocalTier(folder, direct=direct, pace=None if bytes_per_s is None else Pace(bytes_per_s), on_step=on_step)
+
+
+def payload_of(reader: Reader) -> Payload:
+    """The payload of an open reader, to put elsewhere; each chunk is read and checked when it is asked for. It has no places."""
+    return Payload(msgspec.structs.replace(reader.manifest, packs=(), refs=()), SealedChunks(reader), is_on_demand=True)
+
+
+def check_further(tiers: Sequence[object]) -> tuple[Tier, ...]:
+    """The tiers that a user gave, if they can be used behind the repository's own.
+
+    :raises InvalidInput: an item is no tier, or its name or status makes no sense there.
+    """
+    names = {MemoryTier.name, LocalTier.name}
+    for tier in tiers:
+        if not isinstance(tier, Tier):
+            raise InvalidInput(f"tiers holds {values.shown(tier)}: give objects of a class that inherits datastates.storage.Tier")
+        name = getattr(tier, "name", None)
+        if not isinstance(name, str) or not _NAME.fullmatch(name):
+            raise InvalidInput(f"the name of {values.shown(tier)} is {name!r}: say one of 1 to 12 lower-case letters, digits and dashes")
+        if name in names:
+            raise InvalidInput(f"two tiers are called {name!r}: states are found by the names of tiers, so give each one of its own")
+        if tier.gives not in _GIVEN:
+            raise InvalidInput(f"the {name} tier gives {tier.gives!r}: say one of {', '.join(map(repr, map(str, _GIVEN)))}")
+        names.add(name)
+    return tuple(tier for tier in tiers if isinstance(tier, Tier))
+
+
+def _open(tiers: Iterable[Tier], state: State, *, verify: bool, rank: int = 0) -> Reader:
+    if state.world_size == 1:
+        return _open_first(tiers, state.uid, lambda tier: of_state(tier.open(state.uid, verify=verify), state))
+    each = tuple(tiers)
+    return of_state(open_parts(lambda part: _open_part(each, state.uid, part, verify), state.world_size, state.uid, rank=rank), state)
+
+
+def _open_part(tiers: Iterable[Tier], uid: str, rank: int, verify: bool) -> Reader:
+    return _open_first(tiers, uid, lambda tier: tier.open_part(uid, rank, verify=verify))
+
+
+def _open_first(tiers: Iterable[Tier], uid: str, opened: Callable[[Tier], Reader]) -> Reader:
+    away: Unavailable | None = None
+    for tier in tiers:
+        try:
+            return opened(tier)
+        except NotFound:
+            continue
+        except Unavailable as exc:
+            away = away or exc
+    if away is not None:
+        raise away
+    raise NotFound(f"state {uid} is in none of the tiers")
+
+
+# A tier in any store that keeps bytes under keys: an object store, a database table, a folder on
+# a share.
+
+
+_STATE = "state/"
+_PART = "part/"
+_CHUNK = "chunk/"
+_UID = re.compile(r"[0-9A-Za-z_-]{1,64}")
+
+
+class KeyedTier(Tier):
+    """A tier that keeps each state as objects under keys; a subclass defines how objects are read, written and listed.
+
+    A chunk's key is its BLAKE3 digest, so that states share equal chunks. The object that makes a state visible is written last. A
+    state is fetched whole when it is opened, and nothing is ever removed. Each rank of a job puts its part under a key of its own, which
+    looks like any other key to the subclass.
+    """
+
+    holds_parts = True
+
+    def __init__(self) -> None:
+        self._lock, self._is_closed = Lock(), False
+
+    @abstractmethod
+    def read(self, key: str) -> bytes:
+        """The object under a key.
+
+        :raises KeyError: there is no such object.
+        """
+
+    @abstractmethod
+    def write(self, key: str, data: bytes) -> None:
+        """Store an object under a key; it is whole and safe once this returns."""
+
+    @abstractmethod
+    def keys(self, prefix: str) -> Iterable[str]:
+        """Every key that begins with ``prefix``, in no order."""
+
+    def put(self, payload: Payload, *, base: Manifest | None = None) -> Placed:
+        """Write the chunks that are not there yet, then the state."""
+        payload.check()
+        origin, keys, bytes_new = payload.manifest.origin, list[str](), 0
+        with self._lock:  # otherwise two threads would write, and count, the same chunk
+            if not self._has(origin.uid, origin.rank):
+                for view in payload.chunks:
+                    keys.append(f"{_CHUNK}{blake3(view).hexdigest()}")
+                    if not self._holds(keys[-1]):
+                        self.write(keys[-1], bytes(view))
+                        bytes_new += view.nbytes
+                self.write(_key(origin.uid, origin.rank), msgspec.msgpack.encode([encode(payload.manifest), keys]))
+        return Placed(payload.manifest, bytes_new)
+
+    def open(self, uid: str, *, verify: bool = True) -> Reader:
+        """Fetch a state; if it has several parts, that of rank 0.
+
+        :raises NotFound: it is not here.
+        :raises Corrupt: a chunk of it is gone, or the list of its chunks is damaged.
+        """
+        return self.open_part(uid, 0, verify=verify)
+
+    def open_part(self, uid: str, rank: int, *, verify: bool = True) -> Reader:
+        """Fetch the part of one rank."""
+        place, what = f"the {self.name} tier", f"rank {rank} of state {uid}" if rank else f"state {uid}"
+        if not self._has(uid, rank):
+            raise NotFound(f"{what} is not on {place}")
+        try:
+            encoded, keys = msgspec.msgpack.decode(self.read(_key(uid, rank)), type=tuple[bytes, list[str]])
+            chunks = [self.read(key) for key in keys]
+        except (KeyError, msgspec.DecodeError) as exc:
+            raise Corrupt(f"{what} is damaged on {place} ({exc}): restore another state") from exc
+        manifest = decode(encoded, source=place)
+        if (manifest.origin.uid, manifest.origin.rank) != (uid, rank):
+            raise Corrupt(f"{what} is damaged on {place}, which has another one under its key: restore another state")
+        return HeldReader(manifest, chunks, source=place, verify=verify)
+
+    def has(self, uid: str) -> bool:
+        """Whether a state is here; if it has several parts, that of rank 0."""
+        return self._has(uid, 0)
+
+    def uids(self) -> Iterator[str]:
+        """The uid of every state that is here."""
+        return (key.removeprefix(_STATE) for key in self.keys(_STATE))
+
+    def close(self) -> None:
+        """Refuse further use; a subclass closes what it opened itself."""
+        self._is_closed = True
+
+    def _has(self, uid: str, rank: int) -> bool:
+        if self._is_closed:
+            raise Closed(f"the {self.name} tier is closed: make another one")
+        return _UID.fullmatch(uid) is not None and self._holds(_key(uid, rank))
+
+    def _holds(self, key: str) -> bool:
+        return key in self.keys(key)
+
+
+def _key(uid: str, rank: int) -> str:
+    """The key of a part's list of chunks. No key has a dot, or is the folder of another: a subclass may use keys as file names."""
+    return f"{_PART}{uid}/{rank}" if rank else f"{_STATE}{uid}"

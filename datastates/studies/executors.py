@@ -1,0 +1,295 @@
+"""Executors for variants: our own processes, this process, or Ray. Any other ``concurrent.futures.Executor`` works as it is."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import signal
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
+from functools import partial
+from typing import Any, ParamSpec, TypeVar
+
+from datastates import values
+from datastates.errors import Closed, InvalidInput
+
+from . import worker
+from .processes import PRELOADED, begin_worker, close_repositories
+from .records import Outcome
+from .worker import Stop, Task, Train
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class SerialExecutor(Executor):
+    """Runs each call at once in the thread that submits it: for tests, and for a debugger in the train function."""
+
+    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        """Run the call, and return its result as a finished future."""
+        future: Future[T] = Future()
+        try:
+            future.set_result(fn(*args, **kwargs))
+        except Exception as exc:  # as executors do: the future raises it
+            future.set_exception(exc)
+        return future
+
+
+class _Slot:
+    """One worker process, started with the first call.
+
+    The fork server of ``multiprocessing`` forks it, a process that has imported torch and done nothing else. So the worker begins after a
+    tenth of a second rather than after seconds, and workers share the memory of what was imported. The worker is sent the present
+    environment.
+    """
+
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOADED)
+        self.pool = ProcessPoolExecutor(1, mp_context=context, initializer=begin_worker, initargs=(dict(os.environ),))
+        self.pid = self.pool.submit(os.getpid)
+
+    def terminate(self, number: int) -> None:
+        """Send the process a signal."""
+        if self.pid.done() and self.pid.exception() is None:
+            with suppress(ProcessLookupError):
+                os.kill(self.pid.result(), number)
+
+
+class Processes(Executor):
+    """Worker processes that are independent: one that dies fails its call with ``BrokenProcessPool``, and is replaced.
+
+    The process that became free last gets the next call, so that a child finds its parent's state in memory. ``SIGTERM`` ends the task of a
+    process; processes end with the process that made them.
+    """
+
+    def __init__(self, workers: int) -> None:
+        self._workers = workers
+        self._lock = threading.Condition()
+        self._waiting: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
+        self._free: list[_Slot] = []
+        self._at_work: set[_Slot] = set()
+        self._is_closed = False
+
+    @property
+    def pids(self) -> list[int]:
+        """The pids of the processes that are at work."""
+        with self._lock:
+            slots = list(self._at_work)
+        return [slot.pid.result() for slot in slots]
+
+    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        """Run the call in the process that is free first."""
+        future: Future[T] = Future()
+        with self._lock:
+            if self._is_closed:
+                raise Closed("these processes were shut down: make others")
+            self._waiting.append((future, partial(fn, *args, **kwargs)))
+        self._next()
+        return future
+
+    def terminate(self, number: int = signal.SIGTERM) -> None:
+        """Ask every process to stop its task, in an orderly way unless the signal is SIGKILL; calls that are waiting are cancelled."""
+        with self._lock:
+            slots = [*self._at_work, *self._free]
+            waiting, self._waiting = self._waiting, deque()
+        for future, _ in waiting:
+            future.cancel()
+        for slot in slots:
+            slot.terminate(number)
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """Take no more calls. Wait for the calls under way, and for waiting calls unless they are cancelled."""
+        with self._lock:
+            self._is_closed = True
+            waiting, self._waiting = (self._waiting, deque()) if cancel_futures else (deque(), self._waiting)
+        for future, _ in waiting:
+            future.cancel()
+        with self._lock:
+            while wait and (self._waiting or self._at_work):
+                self._lock.wait()
+            slots = [*self._at_work, *self._free]
+        for slot in slots:
+            slot.pool.shutdown(wait=wait)
+
+    def _next(self) -> None:
+        """Give a waiting task to a free worker, or to a new one."""
+        try:
+            given = self._given()
+        except Exception as exc:  # no process can be started: too many of them, or too many open files
+            self._fail_waiting(exc)
+            return
+        if given is None:
+            return
+        slot, future, call = given
+        if not future.set_running_or_notify_cancel():
+            self._put_back(slot)
+            return
+        try:
+            inner = slot.pool.submit(call)
+        except RuntimeError as exc:  # the worker died while it was free, or was shut down
+            inner = Future()
+            inner.set_exception(exc)
+        inner.add_done_callback(partial(self._done, slot, future))
+
+    def _given(self) -> tuple[_Slot, Future[Any], Callable[[], Any]] | None:
+        """A worker, and the task that it gets; None if no task waits, or every worker is at work."""
+        with self._lock:
+            if not self._waiting or (not self._free and len(self._at_work) >= self._workers):
+                return None
+            slot = self._free.pop() if self._free else _Slot()
+            self._at_work.add(slot)
+            return slot, *self._waiting.popleft()
+
+    def _fail_waiting(self, error: Exception) -> None:
+        """Fail the tasks that wait, unless a worker is left that takes them."""
+        with self._lock:
+            waiting, self._waiting = (deque(), self._waiting) if self._at_work else (self._waiting, deque())
+            self._lock.notify_all()
+        for future, _ in waiting:
+            if future.set_running_or_notify_cancel():
+                future.set_exception(error)
+
+    def _done(self, slot: _Slot, future: Future[Any], inner: Future[Any]) -> None:
+        error = inner.exception()
+        self._put_back(slot, is_broken=isinstance(error, BrokenProcessPool))
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(inner.result())
+
+    def _put_back(self, slot: _Slot, *, is_broken: bool = False) -> None:
+        if is_broken:
+            _hold(slot.pool)
+        with self._lock:
+            self._at_work.discard(slot)
+            if not is_broken:
+                self._free.append(slot)
+            self._lock.notify_all()
+        self._next()
+
+
+_held: set[ProcessPoolExecutor] = set()
+
+
+def _hold(pool: ProcessPoolExecutor) -> None:
+    """Hold a broken pool until its own thread has ended. From Python 3.12 on, that thread waits for itself without end if it is the last to
+    let go of the pool, and the process, which waits for it at exit, never ends.
+    """
+
+    def end() -> None:
+        pool.shutdown(wait=True)
+        _held.discard(pool)
+
+    _held.add(pool)
+    with suppress(RuntimeError):  # no thread can be started as the interpreter ends: it is held until then
+        threading.Thread(target=end, name="datastates-broken-pool", daemon=True).start()
+
+
+class RayExecutor(Executor):
+    """Runs calls as tasks of Ray, which has no executor of its own. The caller calls ``ray.init``; ``options`` are those of
+    ``ray.remote``.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        import ray
+
+        self._remote: Any = ray.remote(**{"num_cpus": 1, "max_retries": 0, **options})(_call)
+
+    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        """Run the call as a task; a task that has begun cannot be cancelled."""
+        future: Future[T] = self._remote.remote(partial(fn, *args, **kwargs)).future()
+        return future
+
+
+def _call(call: Callable[[], Any]) -> Any:
+    return call()
+
+
+# The executor of a study: which executors are accepted, how tasks reach them, and what happens
+# when one breaks.
+
+
+class Pool:
+    """The executor of a study: the caller's own, one that the caller's function makes, or our own processes."""
+
+    def __init__(self, executor: Executor | Callable[[], Executor] | None, *, workers: int) -> None:
+        self._make: Callable[[], Executor] | None
+        if isinstance(executor, Executor):
+            self._make, self._executor = None, executor
+        else:
+            self._make = executor or (lambda: Processes(workers))
+            self._executor = check_executor(self._make())
+        self._is_broken = False
+
+    def submit(self, task: Task) -> Future[Outcome]:
+        """Hand over a task."""
+        if self._is_broken and self._make is not None:
+            self._executor.shutdown(wait=False)
+            self._executor, self._is_broken = check_executor(self._make()), False
+        return self._executor.submit(worker.run, task)
+
+    def mend(self) -> bool:
+        """Repair the executor after a worker died; returns whether tasks can be submitted again."""
+        if not isinstance(self._executor, Processes):  # those replace dead workers themselves
+            self._is_broken = True
+        return self._make is not None or not self._is_broken
+
+    def stop(self, number: int = signal.SIGTERM) -> None:
+        """Ask every worker process to stop; with SIGKILL, end those that are left, for which the exit of this process would wait."""
+        if isinstance(self._executor, Processes):
+            self._executor.terminate(number)
+        elif isinstance(self._executor, ProcessPoolExecutor):
+            for pid in list(self._executor._processes or ()):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, number)
+
+    def __enter__(self) -> Pool:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None and not issubclass(kind, Exception):  # Ctrl-C or SIGTERM
+            self.stop(signal.SIGKILL)
+        if self._make is not None:
+            self._executor.shutdown(wait=kind is None, cancel_futures=True)
+        close_repositories()  # of calls that ran in this process
+
+
+def check_executor(executor: object) -> Executor:
+    """The executor itself, if it can train variants.
+
+    :raises InvalidInput: it is not an executor, or its workers would share random number generators or this process's connections.
+    """
+    if not isinstance(executor, Executor):
+        raise InvalidInput(
+            f"the function that is to make an executor made {values.shown(executor)}: let it return a concurrent.futures.Executor"
+        )
+    if isinstance(executor, ThreadPoolExecutor):
+        raise InvalidInput(
+            "variants cannot be trained by threads of one process: they would draw from the same random number generators;"
+            " leave the executor out for processes, or pass SerialExecutor() for one after the other in this process"
+        )
+    context: Any = getattr(executor, "_mp_context", None)
+    if isinstance(executor, ProcessPoolExecutor) and context is not None and context.get_start_method() == "fork":
+        raise InvalidInput(
+            "forked workers would share this process's threads and connections:"
+            " pass ProcessPoolExecutor(…, mp_context=multiprocessing.get_context('spawn')), or leave the executor out"
+        )
+    return executor
+
+
+def check_pickles(train: Train, stop: Stop | None) -> None:
+    """Raise unless the functions can be given to another process.
+
+    :raises InvalidInput: one cannot; says why.
+    """
+    for what, value in (("train", train), ("stop", stop)):
+        try:
+            pickle.dumps(value)
+        except Exception as exc:
+            raise InvalidInput(f"{what} does not pickle, so no other process can call it ({exc}): define it in a module") from exc

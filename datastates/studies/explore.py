@@ -1,0 +1,564 @@
+"""Running a plan: each variant is a task of an executor, and its results are states of the lineage."""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import re
+import secrets
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping
+from concurrent.futures import BrokenExecutor, Executor, Future
+from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, TypedDict, Unpack
+
+from datastates import values
+from datastates.collective import Group
+from datastates.engine.outbox import take_signals
+from datastates.errors import Conflict, InvalidInput
+from datastates.lineage.states import State
+from datastates.lineage.write import attachments
+from datastates.maintenance.environment import node_id
+from datastates.training.collective import Together, using
+from datastates.values import Value
+
+from . import plan as arguments
+from . import records
+from .executors import Pool, check_executor, check_pickles
+from .plan import Plan, Variant, plan_of
+from .records import Claim, Outcome, failed, holder
+from .results import Display, Exploration, announce, display_for, prefix_epochs, read_study, say_alike, storage, work
+from .worker import Assignment, Explorer, Share, Stop, Task, Train, noted, train_variant
+
+if TYPE_CHECKING:
+    from datastates.repository import Repository
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Study:
+    """A plan that is trained in a repository under a name; ``config`` is the configuration that the variants' configurations change."""
+
+    repo: Repository
+    name: str
+    plan: Plan
+    config: Mapping[str, Value] | None
+
+    def begin(self, start: str) -> tuple[State, Exploration]:
+        """The state from which the study forks, tagged and durable, and what is known of its variants, which are noted as planned.
+
+        :raises Conflict: the study began from another state, or a variant was trained by another plan.
+        """
+        origin = records.tag_start(self.repo, self.name, start)  # from here on there is a study
+        known = read_study(self.repo, self.name, self.plan, config=self.config)
+        with self.repo.core.writing() as session:
+            planned = [attachments.Planned(one.name, one.parent, one.epochs, one.config) for one in self.plan.variants]
+            attachments.plan(session, self.name, planned)
+        return origin, known
+
+    def assign(self, variant: Variant, parent: State) -> Assignment:
+        """What the worker of a variant needs of its plan."""
+        plan, name = self.plan, variant.name
+        return Assignment(
+            self.name,
+            variant,
+            plan.digest(name, self.config),
+            plan.config(name, self.config),
+            plan.rows(variant.train or ()),
+            plan.rows(variant.validation),
+            parent.uid,
+            plan.size,
+        )
+
+    def report(self, errors: Mapping[str, str], reused: Collection[str]) -> Exploration:
+        """The result of the study; suspicious results are logged."""
+        report = read_study(self.repo, self.name, self.plan, config=self.config, errors=errors, reused=reused)
+        for alike in report.alike:
+            _logger.warning("study %s: %s", self.name, say_alike(alike))
+        return replace(report, storage=storage(self.repo, self.name))
+
+
+# Variants handed out among the groups of a job: each group takes the next variant that no other
+# group has, and trains it where it runs.
+
+
+_AMONG_LOOK_S = 0.2
+_NONE_NOW = "/"  # no variant has this name
+_SHARED = "groups since "
+_HEARD = re.compile(r"\w+: rank \d+ of \d+ could not ")
+
+
+def explore_among(study: Study, start: str, train: Train, group: Group, *, stop: Stop | None, retries: int) -> Exploration:
+    """Train variants of a study in this group until all are over, whichever group trained them; see ``explore``. Collective among its
+    ranks.
+    """
+    ranks = Together(group)
+    with ExitStack() as stack:
+        since = ranks.first("begin the study", partial(_begin, stack, study, start), int)
+        ours = _Ours(study, ranks, since)
+        stack.callback(ours.let_go)
+        reused = frozenset(ours.done())
+        while name := ranks.first("choose a variant", ours.choose, str):
+            if name != _NONE_NOW:
+                ours.train(study.plan[name], train, stop, retries)
+        return study.report(ours.errors(), reused)
+
+
+def _begin(stack: ExitStack, study: Study, start: str) -> int:
+    """Begin the study, or join the groups that have begun it; returns when they did, in microseconds. One group holds the study's claim.
+
+    :raises Conflict: an explorer of another kind holds the claim.
+    """
+    repo = study.repo
+    folder, name = records.claims_folder(repo), records.claim_name(repo, study.name)
+    with _turn(folder, f"{name}-begin"):
+        since = time.time_ns() // 1000
+        claim = Claim.take(folder, name, f"{_SHARED}{since}, process {os.getpid()} on {repo.node}")
+        if claim is None:
+            note = holder(folder, name) or ""
+            if not note.startswith(_SHARED):
+                raise Conflict(f"study {study.name!r} is being explored by {note or 'another process'}: wait for it, or end it")
+            since = int(note.removeprefix(_SHARED).partition(",")[0])
+        stack.enter_context(claim or nullcontext())
+        study.begin(start)
+    return since
+
+
+@contextmanager
+def _turn(folder: Path, name: str) -> Iterator[None]:
+    """Let groups do this one after the other; it takes each only a moment."""
+    while (claim := Claim.take(folder, name, f"process {os.getpid()}")) is None:
+        time.sleep(_AMONG_LOOK_S / 10)
+    with claim:
+        yield
+
+
+@dataclass(slots=True)
+class _Ours:
+    """The part of a study that one group trains. Only rank 0 calls ``choose``; all ranks call the other methods."""
+
+    study: Study
+    ranks: Together
+    since: int
+    claim: Claim | None = None
+
+    def let_go(self) -> None:
+        """Release the variant that this group holds, so that others can take it."""
+        claim, self.claim = self.claim, None
+        if claim is not None:
+            claim.close()
+
+    def done(self) -> dict[str, State]:
+        """The variants that are finished."""
+        study, refs = self.study, records.refs_of(self.study.repo)
+        digests = {one.name: study.plan.digest(one.name, study.config) for one in study.plan.variants}
+        found = {name: records.finished(study.repo, study.name, name, digest, refs) for name, digest in digests.items()}
+        return {name: state for name, state in found.items() if state is not None}
+
+    def errors(self) -> dict[str, str]:
+        """Why variants failed since the first of the groups began."""
+        with self.study.repo.core.reading() as session:
+            return attachments.failures(session, self.study.name, self.since)
+
+    def choose(self) -> str:
+        """The next variant, which is now claimed; an empty name when all are over; ``_NONE_NOW`` while others hold all that is left."""
+        self.let_go()
+        done, errors = self.done(), self.errors()
+        lost: set[str] = set()
+        is_over = True
+        for variant in self.study.plan.variants:
+            if variant.name in done:
+                continue
+            if variant.parent in lost or (variant.name in errors and self._is_lost(variant)):
+                lost.add(variant.name)
+                continue
+            is_over = False
+            if (variant.parent is None or variant.parent in done) and self._take(variant):
+                return variant.name
+        if not is_over:
+            time.sleep(_AMONG_LOOK_S)
+        return "" if is_over else _NONE_NOW
+
+    def _is_lost(self, variant: Variant) -> bool:
+        """Whether a failed variant is given up: no group holds it, and its error is still recorded after that check."""
+        folder, claim = self._claim_of(variant)
+        return holder(folder, claim) is None and variant.name in self.errors()
+
+    def _take(self, variant: Variant) -> bool:
+        """Claim the variant; False if another group holds it, or it is over since the last look."""
+        self.claim = Claim.take(*self._claim_of(variant), f"process {os.getpid()} on {self.study.repo.node}")
+        if self.claim is None:
+            return False
+        if variant.name in self.done() or variant.name in self.errors():
+            self.let_go()
+            return False
+        return True
+
+    def _claim_of(self, variant: Variant) -> tuple[Path, str]:
+        repo = self.study.repo
+        return records.claims_folder(repo), records.claim_name(repo, self.study.name, variant.name)
+
+    def train(self, variant: Variant, train: Train, stop: Stop | None, retries: int) -> None:
+        """Train the variant, again if it fails."""
+        study, repo = self.study.name, self.study.repo
+        start = records.start_tag(study) if variant.parent is None else records.done_tag(study, variant.parent)
+        assignment = self.study.assign(variant, repo.state(start))
+        for attempt in range(1, 2 + retries):
+            error = None
+            with noted(repo, study, variant.name) if self.ranks.is_first else nullcontext():
+                if self.ranks.is_first:
+                    _logger.info("study %s: %s begins, attempt %d", study, variant.name, attempt)
+                try:
+                    with using(self.ranks.group):
+                        train_variant(repo, assignment, train, stop=stop, group=self.ranks.group)
+                except Exception as exc:  # the user's function may raise anything: the variant failed
+                    error = exc
+                said = self.ranks.ended("train a variant", None if error is None else _text(variant.name, error))
+            if not said:
+                return
+            rank = min(said, key=lambda each: (_HEARD.match(said[each]) is not None, each))
+            if self.ranks.is_first:
+                why = f"rank {rank} of {self.ranks.size}: {said[rank]}" if self.ranks.size > 1 else said[rank]
+                _logger.warning("variant %s of study %s failed: %s", variant.name, study, why)
+                with repo.core.writing() as session:
+                    attachments.fail(session, study, variant.name, why)
+
+
+def _text(variant: str, error: Exception) -> str:
+    outcome = failed(variant, error)
+    return f"{outcome.error}\n\n{outcome.traceback}".rstrip()
+
+
+# Running a plan: each variant is a task of an executor, and its results are states of the
+# lineage.
+
+
+_EXPLORER_LOOK_S = 0.5
+_GRACE_S = 3.0
+
+
+class RunOptions(TypedDict, total=False):
+    """The other options of ``explore``; see there."""
+
+    config: Mapping[str, Value] | None
+    retries: int
+    threads: int
+    ranks: int
+    share: str | None
+    progress: bool
+
+
+@values.takes(
+    repo=arguments.repository,
+    start=values.revision,
+    plan=plan_of,
+    study=values.string,
+    config=values.optional(arguments.configuration),
+    retries=values.integer,
+    threads=values.integer,
+    ranks=values.integer,
+    stop=values.optional(values.callback),
+    share=values.optional(values.string),
+    progress=values.flag,
+)
+@values.unpacks(RunOptions, config=None, retries=1, threads=1, ranks=1, share=None, progress=True)
+def explore(
+    repo: Repository,
+    start: str | State,
+    plan: Plan,
+    train: Train,
+    executor: Executor | Callable[[], Executor] | None = None,
+    *,
+    study: str,
+    stop: Stop | None = None,
+    group: Group | None = None,
+    **options: Unpack[RunOptions],
+) -> Exploration:
+    """Train every variant of a plan, each on its own branch ``<study>/<variant>``; the same call again goes on where this one stopped.
+
+        def train(job):
+            model, optimizer = build()
+            job.track(model=model, optimizer=optimizer)
+            for _ in job.epochs():
+                job.report(val_loss=train_step(next(iter(loader))))
+
+
+        report = explore(repo, "main", grid({"lr": [0.1, 0.2]}, epochs=1), train, SerialExecutor(), study="rates")
+        print(report.best("val_loss").variant)
+
+    The configuration of ``repo`` decides what a worker keeps in memory, and what becomes durable when.
+
+    :param repo: the repository that holds the variants' branches.
+    :param start: the state from which the plan's first variants fork.
+    :param plan: the plan to train.
+    :param train: a function that gets a ``Job`` and trains one variant.
+    :param executor: any ``concurrent.futures.Executor`` whose calls run in processes, or a function that makes one and is called again
+        when that one breaks; None: as many processes as there is room for, with ``threads`` each.
+    :param study: the name of the study.
+    :param config: the configuration that the variants' configurations change.
+    :param retries: how often a variant that raises is tried again before it is reported with its error and its descendants are skipped.
+    :param threads: torch's threads in each worker.
+    :param ranks: how many processes train each variant together. The variant's worker starts them on its machine, as torchrun would, with
+        torch.distributed initialised. If one fails or dies, the variant is tried again.
+    :param group: this process is already a rank of this group, which trains variants in place: every rank of a job calls this, each with
+        the group that it is in, and each group takes the next variant that no other has.
+    :param stop: asked after each epoch whether a variant ends there.
+    :param share: a url such as ``ucx://127.0.0.1:0`` at which ``repo`` is served meanwhile: workers then take starting states from its
+        memory; with ``ranks`` the first rank does, and passes on what the others want of it too.
+    :param progress: whether the plan and its progress are shown.
+    :raises Conflict: the study is being explored by another process, began from another state, or a variant was trained by another plan;
+        nothing was run.
+    :raises InvalidInput: the executor, the train function or a name cannot be used; says why.
+    :raises KeyboardInterrupt: the study was interrupted; its states stay, and the same call goes on. After 3 s, worker processes that have
+        not ended are killed.
+    :raises SystemExit: likewise, by SIGTERM or SIGHUP.
+    """
+    config, threads, share, ranks = options["config"], options["threads"], options["share"], options["ranks"]
+    _check(plan, study, train, executor, stop, options, group)
+    of = Study(repo, study, plan, config)
+    if group is not None:
+        return explore_among(of, values.revision(start), train, group, stop=stop, retries=options["retries"])
+    take_signals()
+    with ExitStack() as stack:
+        presence = stack.enter_context(closing(_Presence(repo, study)))
+        shared = None if share is None else _serve(repo, share, stack)
+        most = len(os.sched_getaffinity(0)) // (threads * ranks)
+        pool = stack.enter_context(Pool(executor, workers=max(1, min(len(plan), most))))
+        origin, known = of.begin(values.revision(start))
+        worker_config = replace(repo.config, on_step=None, trace=None)  # a trace is of one process
+
+        def task(variant: Variant, parent: State) -> Task:
+            return Task(repo.location, worker_config, of.assign(variant, parent), train, stop, presence.explorer, shared, threads, ranks)
+
+        if options["progress"]:
+            announce(study, plan, work(plan, prefix_epochs=prefix_epochs(repo, origin.uid)))
+        display = stack.enter_context(display_for(study, plan, progress=options["progress"]))
+        run = _Run(repo, study, plan, origin, dict(known.done), pool, task, display, options["retries"], presence.close)
+        run.until_done()
+        return of.report(run.errors, run.reused)
+
+
+@dataclass(slots=True)
+class _Run:
+    """One pass over a plan: which variants may begin, are under way, or have failed. All of it runs on the explorer's thread."""
+
+    repo: Repository
+    study: str
+    plan: Plan
+    origin: State
+    done: dict[str, State]
+    pool: Pool
+    task: Callable[[Variant, State], Task]
+    display: Display
+    retries: int
+    leave: Callable[[], None]
+    reused: frozenset[str] = field(init=False)
+    errors: dict[str, str] = field(default_factory=dict)
+    _attempts: Counter[str] = field(default_factory=Counter)
+    _at_work: dict[str, _Flight] = field(default_factory=dict)
+    _ended: queue.SimpleQueue[tuple[str, Future[Outcome]]] = field(default_factory=queue.SimpleQueue)
+
+    def __post_init__(self) -> None:
+        self.reused = frozenset(self.done)
+
+    def until_done(self) -> None:
+        """Submit variants that may begin and take in those that ended, until nothing is left."""
+        for name in self.reused:
+            self.display.ended(name, "reused")
+        try:
+            while self._submit_ready() or self._at_work:
+                with suppress(queue.Empty):
+                    self._take_in(*self._ended.get(timeout=_EXPLORER_LOOK_S))
+                self._look()
+        except (KeyboardInterrupt, SystemExit):  # SIGTERM and SIGHUP raise the latter
+            self._interrupt()
+            raise
+
+    def _submit_ready(self) -> bool:
+        ready = [variant for variant in self.plan.variants if self._may_begin(variant)]
+        for variant in ready:
+            self._submit(variant)
+        return bool(ready)
+
+    def _may_begin(self, variant: Variant) -> bool:
+        name = variant.name
+        if name in self.done or name in self.errors or name in self._at_work:
+            return False
+        return variant.parent is None or variant.parent in self.done
+
+    def _submit(self, variant: Variant) -> None:
+        name = variant.name
+        self._attempts[name] += 1
+        parent = self.origin if variant.parent is None else self.done[variant.parent]
+        flight = _Flight(parent, self._epochs_behind(name, parent))
+        self.display.begun(name, self._attempts[name])
+        try:
+            future = self.pool.submit(self.task(variant, parent))
+        except Exception as exc:  # an executor of the user's may raise anything: the variant failed
+            future = Future()
+            future.set_exception(exc)
+        flight.future = future
+        self._at_work[name] = flight
+        future.add_done_callback(lambda ended: self._ended.put((name, ended)))
+
+    def _take_in(self, name: str, future: Future[Outcome]) -> None:
+        flight = self._at_work.pop(name)
+        if future.cancelled():
+            return self._failed(name, "it was cancelled", "")
+        error = future.exception()
+        if isinstance(error, InvalidInput):
+            raise error  # not the variant's mistake: every other variant would end the same way
+        if isinstance(error, BrokenExecutor):
+            return self._broke(name, flight, error)
+        if error is not None:
+            return self._failed(name, f"{type(error).__name__}: {error}", "")
+        outcome = future.result()
+        if outcome.is_death:
+            return self._died(name, flight, outcome.error or "")
+        if outcome.uid is None:
+            return self._failed(name, outcome.error or "it failed", outcome.traceback)
+        self.done[name] = self.repo.state(outcome.uid)
+        self.display.reported(name, self.done[name])
+        self.display.ended(name, "done")
+        _logger.debug("variant %s began from %s", name, outcome.source)
+        return None
+
+    def _failed(self, name: str, error: str, trace: str) -> None:
+        attempts = self._attempts[name]
+        said = f"{error}\n\n{trace}".rstrip() if trace else error
+        with self.repo.core.writing() as session:
+            attachments.fail(session, self.study, name, said)
+        if attempts <= self.retries:
+            self.display.ended(name, f"tried again: {error}")
+            _logger.warning("variant %s of study %s failed, it is tried again: %s", name, self.study, error)
+            return
+        self.errors[name] = said
+        self.display.ended(name, "failed")
+        _logger.error("variant %s of study %s failed after %d attempts: %s", name, self.study, attempts, error)
+
+    def _broke(self, name: str, flight: _Flight, error: BrokenExecutor) -> None:
+        """Note that a worker, or another one of the same pool, died. A variant that made progress meanwhile is not to blame."""
+        what = (
+            "its worker process died (a crash, the kernel's out-of-memory killer, a script without `if __name__ == '__main__'`,"
+            " or a train function that no module has, as in a notebook)"
+        )
+        if not self.pool.mend():
+            self._attempts[name] = self.retries + 1
+            return self._failed(name, f"{what}; the executor is broken: pass a function that makes one: {error}", "")
+        return self._died(name, flight, f"{what}: {error}")
+
+    def _died(self, name: str, flight: _Flight, what: str) -> None:
+        if self._epochs_behind(name, flight.parent) > flight.epochs:
+            self._attempts[name] -= 1
+        self._failed(name, what, "")
+
+    def _epochs_behind(self, name: str, parent: State) -> int:
+        return len(records.reports(self.repo, self.study, name, parent))
+
+    def _look(self) -> None:
+        """Tell the display what was reported since the last look."""
+        if not self._at_work:
+            return
+        refs = records.refs_of(self.repo)
+        for name, flight in self._at_work.items():
+            ref = refs.get(records.branch_of(self.study, name))
+            if ref is None or ref.state == flight.shown:
+                continue
+            flight.shown = ref.state
+            state = self.repo.state(ref.state)
+            if state.attributes.get(records.VARIANT) == name and state.attributes.get(records.STUDY) == self.study:
+                self.display.reported(name, state)
+
+    def _interrupt(self) -> None:
+        """Ask every worker to stop, and wait a while for what they then make durable."""
+        _logger.warning("study %s is interrupted: %d variants make their last state durable", self.study, len(self._at_work))
+        self.leave()
+        self.pool.stop()
+        for flight in self._at_work.values():
+            if flight.future is not None:
+                flight.future.cancel()
+        deadline = time.monotonic() + _GRACE_S
+        while self._at_work and time.monotonic() < deadline:
+            try:
+                name, _ = self._ended.get(timeout=_EXPLORER_LOOK_S)
+            except queue.Empty:
+                continue
+            self._at_work.pop(name, None)
+        _logger.warning("study %s: %d of %d variants are done; the same call goes on from here", self.study, len(self.done), len(self.plan))
+
+
+@dataclass(slots=True)
+class _Flight:
+    """A variant at work: the state that it comes from, what it had reported when it was submitted, and what the display has shown."""
+
+    parent: State
+    epochs: int
+    shown: str | None = None
+    future: Future[Outcome] | None = None
+
+
+class _Presence:
+    """The claim on a study. It keeps other explorers out, and shows workers that theirs is alive."""
+
+    def __init__(self, repo: Repository, study: str) -> None:
+        folder, name = records.claims_folder(repo), records.claim_name(repo, study)
+        note = f"process {os.getpid()} on {repo.node}, {secrets.token_hex(6)}"
+        claim = Claim.take(folder, name, note)
+        if claim is None:
+            raise Conflict(f"study {study!r} is being explored by {holder(folder, name) or 'another process'}: wait for it, or end it")
+        self._claim = claim
+        self.explorer = Explorer(name, note, node_id())
+
+    def close(self) -> None:
+        """End the explorer: workers that are still training stop at their next epoch."""
+        self._claim.close()
+
+
+def _check(plan: Plan, study: str, train: Train, executor: object, stop: Stop | None, options: RunOptions, group: Group | None) -> None:
+    for variant in plan.variants:
+        records.branch_of(study, variant.name)
+        records.done_tag(study, variant.name)
+    records.start_tag(study)
+    if options["retries"] < 0:
+        raise InvalidInput(f"retries is {options['retries']}: it counts further attempts, from 0")
+    if options["threads"] < 1:
+        raise InvalidInput(f"threads is {options['threads']}: a worker needs at least 1")
+    if options["ranks"] < 1:
+        raise InvalidInput(f"ranks is {options['ranks']}: a variant needs at least 1")
+    if not callable(train):
+        raise InvalidInput(f"train is {values.shown(train)}: pass a function that takes a Job")
+    if group is not None:
+        return _check_group(group, executor, options)
+    if executor is None or options["ranks"] > 1:
+        check_pickles(train, stop)
+    if executor is None:
+        return None
+    if isinstance(executor, Executor):
+        check_executor(executor)
+    elif not callable(executor):
+        raise InvalidInput(f"the executor is {values.shown(executor)}: pass a concurrent.futures.Executor, or a function that makes one")
+    return None
+
+
+def _check_group(group: object, executor: object, options: RunOptions) -> None:
+    if not isinstance(group, Group):
+        raise InvalidInput(f"group is {values.shown(group)}: give a datastates.ranks.MPIGroup, TorchGroup or SoloGroup")
+    for name, given in (
+        ("executor", executor),
+        ("share", options["share"]),
+        ("ranks", None if options["ranks"] == 1 else options["ranks"]),
+    ):
+        if given is not None:
+            raise InvalidInput(f"{name} is for variants in other processes, and group trains them in this one: give one of the two")
+
+
+def _serve(repo: Repository, url: str, stack: ExitStack) -> Share:
+    token = secrets.token_urlsafe(32)
+    server = stack.enter_context(repo.serve(url, token=token))
+    return Share(server.url, token)

@@ -1,0 +1,324 @@
+"""A report on outliers as one HTML page that loads no other files and runs no scripts."""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from rich.box import SIMPLE_HEAD
+from rich.cells import cell_len
+from rich.measure import Measurement
+from rich.table import Table
+from rich.text import Text
+
+from datastates.thumbnails import array_of, draw, figure, thumbnail
+
+from .outlier_scores import Ranking, SampleScore, SubsetScore
+
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions, RenderableType
+
+TOP = 15
+LEAST = 12
+"""The fewest letters of a description that are shown if there is room for them."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """A text on one line, cut to the room that there is: rich would cut the whole table for a column that does not wrap."""
+
+    text: str
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
+        line = Text(self.text.partition("\n")[0])
+        line.truncate(options.max_width, overflow="ellipsis")
+        yield line
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        length = cell_len(self.text)
+        return Measurement(min(LEAST, length), min(length, options.max_width))
+
+
+def tables(report: Ranking, *, most: int = TOP, describe: Callable[[int], str] | None = None) -> Iterator[RenderableType]:
+    """The summary, the highest ranked samples and the subsets. ``describe(index)`` adds a line to each sample."""
+    yield Text("\n".join(summary(report)))
+    yield _samples_table(report.top(most), losses_of(report), describe)
+    if report.subsets:
+        yield _subsets_table(report.subsets[:most])
+
+
+def summary(report: Ranking) -> list[str]:
+    """A few lines about what was read, selected, spent and skipped."""
+    selection = report.selection
+    rate = f"{100 * selection.noise_rate:.1f} % ({'estimated' if selection.is_estimated else 'given'})"
+    lines = [
+        f"{int(selection.suspects.sum())} suspects among {len(report)} samples, at a noise rate of {rate}",
+        f"read: {_read(report)}",
+        f"cost: {report.cost}",
+    ]
+    if all(source.held_out is None for source in report.sources) and len(report.sources) < 2:
+        lines.append("one branch only, so there is no spread: another seed would tell how sure the ranks are")
+    lines += [
+        f"skipped: {skipped.branch}{'' if skipped.step is None else f', step {skipped.step}'}: {skipped.reason}"
+        for skipped in report.skipped
+    ]
+    return lines
+
+
+def number(value: float | None, digits: int = 2) -> str:
+    """The number as text; a dash if it is not known."""
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def _read(report: Ranking) -> str:
+    parts = []
+    for kind, held in (("along the lineage", False), ("of variants that held samples out", True)):
+        sources = [source for source in report.sources if (source.held_out is not None) is held]
+        if sources:
+            states, of = sum(len(source.states) for source in sources), sum(source.of for source in sources)
+            parts.append(f"{states} of {of} states {kind} ({len(sources)} {'branch' if len(sources) == 1 else 'branches'})")
+    gone = sum(source.gone for source in report.sources)
+    return ", ".join(parts) + (f"; {gone} have no bytes any more" if gone else "")
+
+
+def losses_of(report: Ranking) -> list[tuple[str, str]]:
+    """The kinds of loss that the report has, each as a heading and a field of a sample."""
+    held = any(source.held_out is not None for source in report.sources)
+    along = any(source.held_out is None for source in report.sources)
+    return [*([("lineage loss", "lineage_loss")] if along else []), *([("held-out loss", "held_out_loss")] if held else [])]
+
+
+def _samples_table(samples: Sequence[SampleScore], losses: Sequence[tuple[str, str]], describe: Callable[[int], str] | None) -> Table:
+    table = Table(title="Most suspicious samples", title_justify="left", box=SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
+    for name in ("rank", "sample", "percentile", "± spread", *(heading for heading, _ in losses), "suspect"):
+        table.add_column(name.replace(" ", "\n"), justify="right")
+    if describe is not None:
+        table.add_column("what")
+    for sample in samples:
+        values = (number(getattr(sample, field)) for _, field in losses)
+        what = [] if describe is None else [_Line(describe(sample.index))]
+        row = (str(sample.rank), str(sample.index), number(sample.score), number(sample.spread), *values)
+        table.add_row(*row, "yes" if sample.is_suspect else "", *what)
+    return table
+
+
+def _subsets_table(subsets: Sequence[SubsetScore]) -> Table:
+    table = Table(title="Subsets", title_justify="left")
+    table.add_column("subset")
+    for name in ("samples", "mean percentile", "± error", "suspects"):
+        table.add_column(name, justify="right")
+    for subset in subsets:
+        share = f"{subset.suspects} ({100 * subset.suspects / subset.samples:.0f} %)"
+        table.add_row(Text(subset.name), str(subset.samples), f"{subset.score:.1f}", number(subset.error, 1), share)
+    return table
+
+
+# The style of the page of a report on outliers, and its explanations.
+
+
+POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
+
+STYLE = """
+:root {
+  color-scheme: light dark;
+  --ink: #1b1f24; --soft: #5b626c; --line: #d9dde2; --back: #fff; --card: #f6f7f9; --hot: #b3261e; --cool: #7d9cc0;
+}
+@media (prefers-color-scheme: dark) {
+  :root { --ink: #e6e8eb; --soft: #9aa2ad; --line: #343a42; --back: #14171b; --card: #1c2026; --hot: #ff8a80; --cool: #5f7fa5; }
+}
+* { box-sizing: border-box; }
+body {
+  margin: 2rem auto; max-width: 68rem; padding: 0 1.25rem;
+  font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--back);
+}
+h1 { margin: 0 0 .25rem; font-size: 1.7rem; }
+h2 { margin: 2.25rem 0 .75rem; font-size: 1.15rem; }
+p, figcaption, dt { color: var(--soft); }
+p { max-width: 46rem; }
+p b { color: var(--ink); }
+dl { display: grid; grid-template-columns: repeat(auto-fit, minmax(11rem, 1fr)); gap: .75rem; margin: 1.25rem 0; }
+dl div { padding: .75rem 1rem; border-radius: .6rem; background: var(--card); }
+dd { margin: 0; font-size: 1.5rem; font-variant-numeric: tabular-nums; }
+.scroll { overflow-x: auto; }
+table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
+th, td { padding: .3rem .8rem .3rem 0; text-align: right; border-bottom: 1px solid var(--line); white-space: nowrap; }
+th { font-weight: 600; color: var(--soft); }
+.text { text-align: left; white-space: normal; }
+.hot { color: var(--hot); }
+.gallery { display: grid; grid-template-columns: repeat(auto-fill, minmax(7.5rem, 1fr)); gap: .9rem; }
+figure { margin: 0; }
+.gallery figure { padding: .5rem; border-radius: .6rem; background: var(--card); border: 2px solid transparent; }
+.gallery .suspect { border-color: var(--hot); }
+img { display: block; width: 100%; aspect-ratio: 1; object-fit: contain; image-rendering: pixelated; }
+figcaption { margin-top: .35rem; font-size: .8rem; line-height: 1.35; overflow-wrap: anywhere; }
+figcaption b { color: var(--ink); }
+svg { display: block; width: 100%; height: auto; }
+svg text { fill: var(--soft); font-size: 11px; }
+.rest { fill: var(--cool); }
+.found { fill: var(--hot); }
+"""
+
+LEGEND = """<p>A sample's <b>percentile</b> is the share of all samples that its loss stands above: the mean of two such shares where it
+has a loss along the lineage (the mean over states that were trained on it, or may have been) and a held-out loss (under variants that
+never saw it after their fork). The <b>spread</b> is the standard deviation of that percentile over the branches and variants that know the
+sample. A high loss says that the label does not fit what the model learned from the rest: a wrong label, or an example that is rare or
+hard. Look before you delete.</p>"""
+
+
+# A report on outliers as one HTML page that loads no other files and runs no scripts.
+
+
+def page(report: Ranking, *, title: str, show: Callable[[int], object] | None, describe: Callable[[int], str] | None, most: int) -> str:
+    """The page. ``show`` and ``describe`` are called for the ``most`` highest ranked samples."""
+    top = report.top(most)
+    parts = [
+        f"<h1>{escape(title)}</h1>",
+        _facts(report),
+        f"<h2>All samples by how far they stand out</h2>{_histogram(report)}",
+        *([f"<h2>Most suspicious</h2>{_gallery(top, show, describe)}"] if show is not None else []),
+        f"<h2>The {len(top)} highest ranked</h2>{_samples_page(top, losses_of(report), describe)}",
+        LEGEND,
+        *([f"<h2>Subsets</h2>{_subsets_page(report)}"] if report.subsets else []),
+        f"<h2>What was read</h2>{_sources(report)}",
+        f"<p>Cost: {escape(str(report.cost))}.</p>",
+        *([f"<h2>What could not be read</h2>{_skipped(report)}"] if report.skipped else []),
+    ]
+    head = "".join(
+        (
+            '<meta charset="utf-8"><meta name="viewport" content="width=device-width">',
+            f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">',
+            f"<title>{escape(title)}</title><style>{STYLE}</style>",
+        )
+    )
+    body = "\n".join(parts)
+    return f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>\n{body}\n</body></html>\n'
+
+
+def _facts(report: Ranking) -> str:
+    selection, cost = report.selection, report.cost
+    facts = {
+        "samples": f"{len(report):,}",
+        "suspects": f"{int(selection.suspects.sum()):,}",
+        f"noise rate, {'estimated' if selection.is_estimated else 'given'}": f"{100 * selection.noise_rate:.1f} %",
+        "epochs, training and scoring": ("≥ " if cost.unrecorded else "") + f"{cost.total:.1f}",
+        "states read": str(sum(len(source.states) for source in report.sources)),
+    }
+    return "<dl>" + "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in facts.items()) + "</dl>"
+
+
+def _histogram(report: Ranking, width: int = 900, height: int = 190, bins: int = 60) -> str:
+    """Bars of all samples, with the suspects at their foot. Heights are square roots, so that a bar of a few is visible beside one of
+    thousands.
+    """
+    known = np.isfinite(report.scores.strength)
+    strength, suspects = report.scores.strength[known], report.selection.suspects[known]
+    edges = np.histogram_bin_edges(strength, bins)
+    every, found = (np.histogram(values, edges)[0] for values in (strength, strength[suspects]))
+    scale, step = (height - 30) / max(1.0, float(np.sqrt(every.max(initial=0)))), width / bins
+    bars = []
+    for at, (total, hot) in enumerate(zip(every.tolist(), found.tolist(), strict=True)):
+        tall = total**0.5 * scale
+        share = tall * hot / total if total else 0.0
+        for name, bottom, top in (("rest", share, tall), ("found", 0.0, share)):
+            if top > bottom:
+                place = f'x="{at * step:.1f}" y="{height - 20 - top:.1f}" width="{step - 1:.1f}" height="{top - bottom:.1f}"'
+                bars.append(f'<rect class="{name}" {place}><title>{total} samples, {hot} of them suspects</title></rect>')
+    ticks = [(0, "start", edges[0]), (width / 2, "middle", (edges[0] + edges[-1]) / 2), (width, "end", edges[-1])]
+    texts = "".join(f'<text x="{x:.0f}" y="{height - 5}" text-anchor="{anchor}">{value:.1f}</text>' for x, anchor, value in ticks)
+    caption = "Mean standardised loss, in standard deviations above the mean; suspects in red. Heights are square roots of counts."
+    label = "Histogram of the scores of all samples"
+    return (
+        f'<figure><svg viewBox="0 0 {width} {height}" role="img" aria-label="{label}">{"".join(bars)}{texts}</svg>'
+        f"<figcaption>{caption}</figcaption></figure>"
+    )
+
+
+def _gallery(samples: Sequence[SampleScore], show: Callable[[int], object], describe: Callable[[int], str] | None) -> str:
+    figures = []
+    for sample in samples:
+        data = base64.b64encode(thumbnail(show(sample.index), sample.index)).decode()
+        what = f"<br>{escape(describe(sample.index))}" if describe is not None else ""
+        kind = ' class="suspect"' if sample.is_suspect else ""
+        image = f'<img alt="sample {sample.index}" src="data:image/png;base64,{data}">'
+        figures.append(f"<figure{kind}>{image}<figcaption><b>{sample.rank}</b> · #{sample.index}{what}</figcaption></figure>")
+    return f'<div class="gallery">{"".join(figures)}</div>'
+
+
+def _samples_page(samples: Sequence[SampleScore], losses: Sequence[tuple[str, str]], describe: Callable[[int], str] | None) -> str:
+    names = ["rank", "sample", "percentile", "± spread", *(heading for heading, _ in losses), "suspect"]
+    rows = []
+    for sample in samples:
+        values = [str(sample.rank), str(sample.index), number(sample.score), number(sample.spread)]
+        values += [number(getattr(sample, field)) for _, field in losses]
+        values.append("yes" if sample.is_suspect else "")
+        rows.append([*values, *([describe(sample.index)] if describe is not None else [])])
+    return _table([*names, *(["what"] if describe is not None else [])], rows, text={"what"}, hot={"suspect"})
+
+
+def _subsets_page(report: Ranking) -> str:
+    rows = [
+        [
+            subset.name,
+            str(subset.samples),
+            f"{subset.score:.1f}",
+            number(subset.error, 1),
+            f"{subset.suspects} ({subset.suspects / subset.samples:.0%})",
+        ]
+        for subset in report.subsets
+    ]
+    return _table(["subset", "samples", "mean percentile", "± error", "suspects"], rows, text={"subset"})
+
+
+def _sources(report: Ranking) -> str:
+    rows = []
+    for source in report.sources:
+        held = "" if source.held_out is None else str(len(source.held_out))
+        read = f"{len(source.states)} of {source.of}"
+        rows.append([source.name, read, str(source.gone), f"{source.states[0].step} to {source.states[-1].step}", held])
+    return _table(["branch", "states read", "bytes gone", "steps", "samples held out"], rows, text={"branch"})
+
+
+def _skipped(report: Ranking) -> str:
+    rows = [[skipped.branch, "" if skipped.step is None else str(skipped.step), skipped.reason] for skipped in report.skipped]
+    return _table(["branch", "step", "why"], rows, text={"branch", "why"})
+
+
+def _table(names: Sequence[str], rows: Sequence[Sequence[str]], *, text: Collection[str], hot: Collection[str] = ()) -> str:
+    def cells(tag: str, values: Sequence[str]) -> Iterator[str]:
+        for name, value in zip(names, values, strict=True):
+            kind = ' class="text"' if name in text else ' class="hot"' if name in hot else ""
+            yield f"<{tag}{kind}>{escape(value)}</{tag}>"
+
+    head = "".join(cells("th", names))
+    body = "".join(f"<tr>{''.join(cells('td', row))}</tr>" for row in rows)
+    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+# Samples as a sheet of pictures, drawn by matplotlib.
+
+
+COLUMNS = 8
+
+
+def sheet(samples: Sequence[SampleScore], path: Path, show: Callable[[int], object], describe: Callable[[int], str] | None) -> Path:
+    """Write a grid of the samples, each under its rank and index, with suspects in red."""
+    columns = min(COLUMNS, max(1, len(samples)))
+    rows = max(1, math.ceil(len(samples) / columns))
+    drawn = figure(1.5 * columns, 1.9 * rows + 0.5)
+    drawn.suptitle("Most suspicious samples", x=0.01, ha="left", fontsize=13, fontweight="bold")
+    grid = drawn.subplots(rows, columns, squeeze=False).ravel()
+    for axes, sample in zip(grid, samples, strict=False):
+        draw(axes, array_of(show(sample.index), sample.index))
+        text = f"{sample.rank}: #{sample.index}" + (f"\n{describe(sample.index)}" if describe is not None else "")
+        # A user's text is not a formula: parse_math would treat its dollar signs as one.
+        axes.set_title(text, fontsize=8, color="#b3261e" if sample.is_suspect else "#1b1f24", parse_math=False)
+    for axes in grid:
+        axes.set_axis_off()
+    drawn.savefig(path, dpi=150, facecolor="white")
+    return path

@@ -1,0 +1,392 @@
+"""Builders for the plans of usual studies: grids and samples of configurations, ensembles, folds, leave-out trees."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import Any, Literal, TypedDict, Unpack
+
+from datastates import values as take
+from datastates.errors import InvalidInput
+from datastates.lineage.write.refs import check_name
+from datastates.values import Value
+
+from . import plan as arguments
+from .plan import Plan, Variant, plan_of
+
+__all__ = [
+    "Choice",
+    "Distribution",
+    "LogUniform",
+    "Schedule",
+    "Uniform",
+    "cut",
+    "ensemble",
+    "epochs_at",
+    "grid",
+    "kfold",
+    "leave_out",
+    "repeat",
+    "sample",
+]
+
+_NAME_LENGTH = 60
+
+
+def distributions(value: object, what: str) -> dict[str, Distribution]:
+    """The distributions to search, by their name in the configuration.
+
+    :raises InvalidInput: one of them is not a distribution; names it.
+    """
+    found: dict[str, Any] = take.named(value, what)
+    for key, each in found.items():
+        if not isinstance(each, Uniform | LogUniform | Choice):
+            raise InvalidInput(f"{key} is drawn from {take.shown(each)}: give a Uniform, a LogUniform or a Choice")
+    return found
+
+
+def _schedule(value: object, what: str) -> Schedule:
+    try:
+        return take.choice(value, Schedule, what)
+    except InvalidInput:
+        raise InvalidInput(f"there is no schedule {take.shown(value)}: choose one of {', '.join(Schedule)}") from None
+
+
+def _set_numbers(of: Uniform | LogUniform) -> None:
+    for name in ("low", "high"):
+        object.__setattr__(of, name, take.number(getattr(of, name), f"{name} of {type(of).__name__}"))  # frozen for everybody else
+
+
+class Data(TypedDict, total=False):
+    """The data that every variant of a plan is trained and validated on; if not given, the train function chooses."""
+
+    subsets: Mapping[str, Sequence[int]]
+    train: Sequence[str]
+    validation: Sequence[str]
+    seen: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Uniform:
+    """A distribution of numbers from ``low`` to ``high``, each as likely as the other."""
+
+    low: float
+    high: float
+
+    def __post_init__(self) -> None:
+        _set_numbers(self)
+        if not -math.inf < self.low < self.high < math.inf:
+            raise InvalidInput(f"Uniform from {self.low:g} to {self.high:g}: give a finite low below a finite high")
+
+    def draw(self, source: random.Random) -> Value:
+        """Draw one value."""
+        return source.uniform(self.low, self.high)
+
+
+@dataclass(frozen=True, slots=True)
+class LogUniform:
+    """A distribution of numbers from ``low`` to ``high``, each order of magnitude as likely as the other."""
+
+    low: float
+    high: float
+
+    def __post_init__(self) -> None:
+        _set_numbers(self)
+        if not 0 < self.low < self.high < math.inf:
+            raise InvalidInput(f"LogUniform from {self.low:g} to {self.high:g}: give a low above 0, below a finite high")
+
+    def draw(self, source: random.Random) -> Value:
+        """Draw one value."""
+        drawn = math.exp(source.uniform(math.log(self.low), math.log(self.high)))
+        return min(max(drawn, float(self.low)), float(self.high))  # exp and log round
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A choice of one of ``values``; ``Choice(range(2, 9))`` draws a whole number."""
+
+    values: Sequence[Value]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "values", arguments.plain_values(self.values, "values of Choice"))  # frozen for everybody else
+        if not self.values:
+            raise InvalidInput("Choice of no values: give it one at least")
+
+    def draw(self, source: random.Random) -> Value:
+        """Draw one value."""
+        return self.values[source.randrange(len(self.values))]
+
+
+Distribution = Uniform | LogUniform | Choice
+
+
+class Schedule(StrEnum):
+    """How the number of epochs changes along the stages of a tree; these are the schedules of CANDLE's supervisor."""
+
+    FLAT = "flat"
+    LINEAR = "linear"
+    LOG = "log"
+    SQRT = "sqrt"
+
+
+ScheduleName = Literal["flat", "linear", "log", "sqrt"]
+
+
+@take.takes(config=arguments.tried, epochs=arguments.positive)
+def grid(config: Mapping[str, Sequence[Value]], *, epochs: int, **data: Unpack[Data]) -> Plan:
+    """A plan with a variant for each combination of the values of ``config``; the last key changes fastest.
+
+        plan = grid({"lr": [1e-2, 1e-3], "dropout": [0.0, 0.1]}, epochs=3)
+
+    :raises InvalidInput: a key has no values, or has a value twice, or the combinations are more than a million.
+    """
+    for key, values in config.items():
+        if isinstance(values, range):
+            continue
+        if len({repr(value) for value in values}) < len(values):
+            raise InvalidInput(f"{key} has a value twice: {', '.join(map(repr, values))}")
+    if (count := math.prod(_length(values) for values in config.values())) > arguments.MOST_VARIANTS:
+        raise InvalidInput(f"the grid has {count:,} variants: give values for at most {arguments.MOST_VARIANTS:,}")
+    combined = [dict(zip(config, values, strict=True)) for values in itertools.product(*config.values())]
+    return _flat(_names(combined), combined, epochs, data)
+
+
+@take.takes(distributions=distributions, count=arguments.variants, seed=arguments.seed, epochs=arguments.positive)
+def sample(distributions: Mapping[str, Distribution], count: int, seed: int, epochs: int, **data: Unpack[Data]) -> Plan:
+    """A plan of ``count`` variants with values drawn at random; the same for the same seed.
+
+    Each value depends only on the seed, its key and the variant's number: a larger count, or another key, changes no value that was there.
+
+        plan = sample({"lr": LogUniform(1e-4, 1e-1), "layers": Choice(range(2, 5))}, count=8, seed=0, epochs=3)
+
+    :param distributions: what is drawn, by its name in the configuration.
+    :param count: how many variants.
+    :param seed: the seed of the draws.
+    :param epochs: the epochs of each variant.
+    :param data: what every variant is trained and validated on, see ``grid``.
+    """
+    if count < 1:
+        raise InvalidInput(f"a sample of {count} variants: draw at least 1")
+    drawn = [{key: of.draw(random.Random(f"{seed}/{number}/{key}")) for key, of in distributions.items()} for number in range(1, count + 1)]
+    return _flat([f"sample-{number}" for number in range(1, count + 1)], drawn, epochs, data)
+
+
+@take.takes(seeds=arguments.counted(arguments.MOST_VARIANTS), epochs=arguments.positive)
+def ensemble(seeds: int | Sequence[int], epochs: int, **data: Unpack[Data]) -> Plan:
+    """A plan with a variant for each seed, or for the seeds from 0 on; each is seeded with ``config["seed"]`` where it forks."""
+    chosen = range(seeds) if isinstance(seeds, int) else seeds
+    return _flat([f"seed-{seed}" for seed in chosen], [{"seed": int(seed)} for seed in chosen], epochs, data)
+
+
+@take.takes(
+    folds=arguments.folds,
+    epochs=arguments.positive,
+    samples=take.optional(arguments.counted(arguments.MOST_SAMPLES)),
+    seed=arguments.seed,
+    seen=arguments.names,
+)
+def kfold(
+    folds: int | Mapping[str, Sequence[int]],
+    *,
+    epochs: int,
+    samples: int | Sequence[int] | None = None,
+    seed: int = 0,
+    seen: Sequence[str] = (),
+) -> Plan:
+    """A plan with a variant for each fold, validated on that fold and trained on the others.
+
+        plan = kfold(5, samples=1000, epochs=3)
+
+    :param folds: subsets by name, or how many to cut ``samples`` into.
+    :param epochs: the epochs of each variant.
+    :param samples: indices, or how many there are.
+    :param seed: the seed of the cut.
+    :param seen: subsets that the start was trained on.
+    :raises InvalidInput: there are fewer than 2 folds, or samples are missing, or are given beside subsets.
+    """
+    if isinstance(folds, Mapping):
+        if samples is not None:
+            raise InvalidInput("kfold was given both subsets and samples: cut the samples, or leave them out")
+        subsets = folds
+    elif samples is None:
+        raise InvalidInput(f"kfold is to make {folds} folds of nothing: give samples, indices or how many there are")
+    else:
+        subsets = cut(samples, folds, seed=seed)
+    if len(subsets) < 2:
+        raise InvalidInput(f"kfold was given {len(subsets)} folds: give it at least 2")
+    names = [f"without-{name}" for name in subsets]
+    variants = [Variant(name, None, epochs, {}, _without(subsets, (out,)), (out,)) for name, out in zip(names, subsets, strict=True)]
+    return _plan(variants, subsets, seen)
+
+
+@take.takes(
+    subsets=take.named,
+    depth=lambda value, what: take.integer(value, what, most=arguments.MOST_DEPTH),
+    epochs=arguments.positive,
+    fan_out=arguments.variants,
+    schedule=_schedule,
+    seen=arguments.names,
+    always=arguments.names,
+)
+def leave_out(
+    subsets: Mapping[str, Sequence[int]],
+    *,
+    depth: int,
+    epochs: int,
+    fan_out: int = 2,
+    schedule: Schedule | ScheduleName = "flat",
+    seen: Sequence[str] = (),
+    always: Sequence[str] = (),
+) -> Plan:
+    """The tree of variants that each leave out, and are validated on, a part of what their parent left out.
+
+    Variant ``2`` leaves out the second of ``fan_out`` groups of subsets, and its child ``2.1`` the first ``fan_out``-th of that group. The
+    child is trained on everything else, including what ``2`` left out and it does not. So no variant is validated on data that an ancestor
+    was trained on (the leave-out tree of CANDLE's challenge problem). Groups that cannot be cut evenly differ by one subset.
+
+        plan = leave_out(cut(range(1000), 8), depth=3, epochs=6, schedule="sqrt")
+
+    :param subsets: indices by name.
+    :param depth: how many stages the tree has.
+    :param epochs: the epochs of the first stage; ``epochs_at`` says how they fall.
+    :param fan_out: how many children each variant has.
+    :param schedule: how the epochs fall from stage to stage.
+    :param seen: subsets that the start was trained on.
+    :param always: subsets that are never left out. Pass those that the start was trained on, if no variant should be validated on data that
+        it has ``seen``.
+    :raises InvalidInput: there are fewer subsets to leave out than leaves.
+    """
+    if depth < 1 or fan_out < 2:
+        raise InvalidInput(f"a tree of depth {depth} and fan-out {fan_out}: give it a depth of at least 1, a fan-out of at least 2")
+    if unknown := sorted(set(always) - set(subsets)):
+        raise InvalidInput(f"always names {unknown[0]!r}, which is no subset: there are {', '.join(map(repr, subsets))}")
+    parted = _without(subsets, always)
+    if len(parted) < fan_out**depth:
+        raise InvalidInput(
+            f"{len(parted)} subsets to leave out, for {fan_out**depth} leaves: cut the data into at least as many, see cut()"
+        )
+    variants = []
+    for name, held in _parts(parted, fan_out, depth):
+        stage = name.count(".") + 1
+        parent = name.rpartition(".")[0] or None
+        variants.append(Variant(name, parent, epochs_at(schedule, epochs, stage, depth), {}, _without(subsets, held), held))
+    return _plan(variants, subsets, seen)
+
+
+@take.takes(schedule=_schedule, epochs=arguments.whole, stage=arguments.whole, stages=arguments.whole)
+def epochs_at(schedule: Schedule | ScheduleName, epochs: int, stage: int, stages: int) -> int:
+    """The epochs of a stage of a tree; never less than 1.
+
+    For E epochs of the first stage, at stage s of S: flat E, linear E (S - s + 1) // S, log E // 2^(s - 1), sqrt round(E / sqrt(s)).
+
+    :param schedule: one of these.
+    :param epochs: E.
+    :param stage: s, from 1.
+    :param stages: S.
+    """
+    if epochs < 1 or not 1 <= stage <= stages:
+        raise InvalidInput(f"{epochs} epochs at stage {stage} of {stages}: epochs and stages count from 1")
+    match schedule:
+        case Schedule.FLAT:
+            return epochs
+        case Schedule.LINEAR:
+            return max(epochs * (stages - stage + 1) // stages, 1)
+        case Schedule.LOG:
+            return max(epochs >> (stage - 1), 1)
+        case Schedule.SQRT:
+            return max(round(epochs / math.sqrt(stage)), 1)
+    raise InvalidInput(f"there is no schedule {schedule!r}: choose one of {', '.join(Schedule)}")
+
+
+@take.takes(plan=plan_of, seeds=arguments.counted(arguments.MOST_VARIANTS))
+def repeat(plan: Plan, seeds: int | Sequence[int]) -> Plan:
+    """The whole plan once for each seed, with which its first variants are seeded; variant ``1.2`` becomes ``seed-0/1.2``.
+
+    :raises InvalidInput: a first variant of the plan has a seed of its own.
+    """
+    chosen = range(seeds) if isinstance(seeds, int) else seeds
+    if taken := [variant.name for variant in plan.children(None) if "seed" in variant.config]:
+        raise InvalidInput(f"variant {taken[0]!r} has a seed of its own: repeat a plan whose variants have none")
+    if len(chosen) * len(plan) > arguments.MOST_VARIANTS:
+        raise InvalidInput(f"{len(plan)} variants for {len(chosen)} seeds: give at most {arguments.MOST_VARIANTS:,} together")
+    return replace(plan, variants=tuple(_seeded(variant, int(seed)) for seed in chosen for variant in plan.variants))
+
+
+@take.takes(samples=arguments.counted(arguments.MOST_SAMPLES), count=take.integer, seed=arguments.seed)
+def cut(samples: int | Sequence[int], count: int, *, seed: int = 0) -> dict[str, tuple[int, ...]]:
+    """Indices (or ``range(samples)``) in random order, cut into ``count`` subsets whose sizes differ by one at most.
+
+    The subsets are named by their numbers, ``01`` to ``16``. The same seed gives the same cut.
+
+    :raises InvalidInput: there are fewer samples than subsets.
+    """
+    indices = [int(index) for index in (range(samples) if isinstance(samples, int) else samples)]
+    if not 1 <= count <= len(indices):
+        raise InvalidInput(f"{len(indices)} samples cannot be cut into {count} subsets: give from 1 to {len(indices)}")
+    random.Random(seed).shuffle(indices)
+    width = len(str(count))
+    return {f"{number:0{width}}": tuple(sorted(part)) for number, part in enumerate(_cut(indices, count), 1)}
+
+
+def _cut(items: Sequence[int], count: int) -> list[Sequence[int]]:
+    """``count`` stretches of ``items``, the longer ones spread among the others."""
+    ends = [len(items) * number // count for number in range(count + 1)]
+    return [items[begin:end] for begin, end in itertools.pairwise(ends)]
+
+
+def _parts(held: tuple[str, ...], fan_out: int, depth: int, parent: str = "") -> Iterator[tuple[str, tuple[str, ...]]]:
+    """The variants below a parent that holds out ``held``, parents first, each with the subsets that it holds out."""
+    if depth == 0:
+        return
+    for number, part in enumerate(_cut(range(len(held)), fan_out), 1):
+        name, names = f"{parent}{number}", tuple(held[index] for index in part)
+        yield name, names
+        yield from _parts(names, fan_out, depth - 1, f"{name}.")
+
+
+def _without(subsets: Mapping[str, object], held: Sequence[str]) -> tuple[str, ...]:
+    out = frozenset(held)
+    return tuple(name for name in subsets if name not in out)
+
+
+def _seeded(variant: Variant, seed: int) -> Variant:
+    prefix = f"seed-{seed}/"
+    if variant.parent is None:
+        return replace(variant, name=prefix + variant.name, config={"seed": seed, **variant.config})
+    return replace(variant, name=prefix + variant.name, parent=prefix + variant.parent)
+
+
+def _flat(names: Sequence[str], configs: Sequence[Mapping[str, Value]], epochs: int, data: Data) -> Plan:
+    """Variants that all fork from the start, on the same data."""
+    split = arguments.split(data, "the data")
+    variants = [Variant(name, None, epochs, config, split.train, split.validation) for name, config in zip(names, configs, strict=True)]
+    return Plan(tuple(variants), split.subsets, split.seen)
+
+
+def _plan(variants: Sequence[Variant], subsets: Mapping[str, Sequence[int]], seen: Sequence[str]) -> Plan:
+    split = arguments.split({"subsets": subsets, "seen": seen}, "the data")
+    return Plan(tuple(variants), split.subsets, split.seen)
+
+
+def _names(configs: Sequence[Mapping[str, Value]]) -> list[str]:
+    """Names such as ``lr=0.1,width=32`` if all of them are valid names; otherwise numbers."""
+    told = [",".join(f"{key}={value}" for key, value in config.items()) for config in configs]
+    if len(set(told)) == len(told) and all(_may_name(name) for name in told):
+        return told
+    return [f"grid-{number}" for number in range(1, len(configs) + 1)]
+
+
+def _length(values: Sequence[Value]) -> int:
+    """The length, even of a range that ``len`` cannot count."""
+    return len(values) if not isinstance(values, range) else max(0, -((values.start - values.stop) // values.step))
+
+
+def _may_name(name: str) -> bool:
+    try:
+        return len(check_name(name)) <= _NAME_LENGTH
+    except InvalidInput:
+        return False

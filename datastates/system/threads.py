@@ -1,0 +1,194 @@
+"""Waiting for other threads without a lock that both sides need: a thread that is interrupted while waiting leaves nothing locked.
+
+``threading.Condition`` and ``Event`` are written in Python: Ctrl-C in the middle of their ``wait`` can leave their lock taken, and a thread
+that wants to wake the waiter then waits for that lock. Here each waiter has a lock of its own, which it alone takes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from datastates.errors import Closed
+
+_LOOK_S = 0.5
+"""The length of one piece of a wait, in seconds: a signal that was delivered to another thread wakes no waiter."""
+
+
+class Bell:
+    """Tells waiting threads that something changed: make the change, then ``ring``. Any thread may ring; no thread ever holds it."""
+
+    def __init__(self) -> None:
+        self._waiters: set[threading.Lock] = set()  # one call adds to it, or takes from it
+        self._pid = os.getpid()
+
+    def ring(self) -> None:
+        """Wake every thread that waits now."""
+        for waiter in self._waiters.copy():  # making a tuple of it may collect garbage, and let another thread change it meanwhile
+            try:
+                self._waiters.remove(waiter)
+            except KeyError:
+                continue  # woken by another ring, or gone
+            waiter.release()
+
+    def wait_for(self, is_so: Callable[[], bool], timeout_s: float | None = None) -> bool:
+        """Wait until ``is_so()``, which is called after each ring; False if ``timeout_s`` passes first.
+
+        :raises Closed: this is a forked child, and the thread that would ring is the parent's.
+        """
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while not is_so():
+            if self._pid != os.getpid():
+                raise Closed("this belongs to the parent process, whose threads are not here: open the repository and track again")
+            waiter = threading.Lock()
+            waiter.acquire()
+            self._waiters.add(waiter)  # before the condition is checked again: changes from here on ring for this waiter
+            try:
+                if is_so():
+                    return True
+                left = math.inf if deadline is None else deadline - time.monotonic()
+                if left <= 0:
+                    return False
+                waiter.acquire(timeout=min(left, _LOOK_S))
+            finally:
+                self._waiters.discard(waiter)
+        return True
+
+
+class Latch:
+    """A flag that one thread sets once, and that is never unset."""
+
+    __slots__ = ("_bell", "_is_set")
+
+    def __init__(self) -> None:
+        self._bell, self._is_set = Bell(), False
+
+    def is_set(self) -> bool:
+        """Whether it has been set."""
+        return self._is_set
+
+    def set(self) -> None:
+        """Let the waiting threads go on."""
+        self._is_set = True
+        self._bell.ring()
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until it is set; False if ``timeout_s`` passes first."""
+        return self._bell.wait_for(self.is_set, timeout_s)
+
+
+# What a thread is doing that may take long, call by call: a thread that makes no progress can be
+# seen and named, and tests can hinder it.
+
+
+Hindrance = Callable[[str, Path, int], None]
+"""Called with the next call, its file, and its number of bytes: waits, raises or does nothing."""
+
+_SLOWEST = 20e6
+"""Bytes a second of a slow disk: one call may bring gigabytes from the page cache to the disk, without a sign of progress."""
+
+_hindrances: list[Hindrance] = []
+_deeds: dict[int, Deed] = {}
+
+
+@dataclass(slots=True)
+class Deed:
+    """One thing that a thread does. ``call`` and ``path`` say where the thread is, since ``since`` (of the monotonic clock)."""
+
+    what: str
+    call: str = ""
+    path: Path | None = None
+    size: int = 0
+    since: float = field(default_factory=time.monotonic)
+
+    def is_stalled(self, now: float, limit_s: float) -> bool:
+        """Whether there was no progress for ``limit_s``, plus the time that a slow disk takes for the call's bytes."""
+        return now - self.since >= limit_s + self.size / _SLOWEST
+
+    def describe(self, now: float) -> str:
+        """Where the thread is, and for how long."""
+        where = f"{self.call} of {self.path}" if self.path is not None else self.what
+        return f"{where} has made no progress for {now - self.since:.0f} s"
+
+
+@contextmanager
+def deed(what: str) -> Iterator[Deed]:
+    """Note what this thread does until the end of the block."""
+    thread = threading.get_ident()
+    before = _deeds.get(thread)
+    one = _deeds[thread] = Deed(what)
+    try:
+        yield one
+    finally:
+        if before is None:
+            _deeds.pop(thread, None)
+        else:
+            _deeds[thread] = before
+
+
+def deed_of(thread: threading.Thread) -> Deed | None:
+    """What a thread is doing, if it has said so."""
+    return None if thread.ident is None else _deeds.get(thread.ident)
+
+
+def at(call: str, path: Path, size: int = 0) -> None:
+    """Note that this thread is about to make a call that may take long, with this many bytes."""
+    one = _deeds.get(threading.get_ident())
+    if one is not None:
+        one.call, one.path, one.size, one.since = call, path, size, time.monotonic()
+    for hinder in tuple(_hindrances):
+        hinder(call, path, size)
+
+
+@contextmanager
+def hindered(hinder: Hindrance) -> Iterator[None]:
+    """Hinder every such call of this process until the end of the block; for tests."""
+    _hindrances.append(hinder)
+    try:
+        yield
+    finally:
+        _hindrances.remove(hinder)
+
+
+# Threads that give way to others at the disk.
+
+
+_NUMBERS = {"x86_64": (251, 252), "aarch64": (30, 31)}
+"""The numbers of ``ioprio_set`` and ``ioprio_get``, for which the C library has no names."""
+
+_THREAD = 1
+
+LOWEST = (2 << 13) | 7
+"""The last priority of those that share the disk by turns. Not the class *idle*, which gets nothing at all while others use the disk:
+writes that a checkpoint waits for must come to an end.
+"""
+
+
+def yield_disk() -> bool:
+    """Let the disk serve other threads and processes before this thread, if its scheduler knows priorities; returns whether that was
+    accepted.
+
+    The processor's priority stays: a thread that holds the interpreter's lock and waits for its turn would hold up the training.
+    """
+    return _call(0, _THREAD, 0, LOWEST) == 0
+
+
+def disk_priority(thread: int = 0) -> int | None:
+    """The priority of a thread by its native id (0: this one), in the kernel's numbers; None if the kernel does not say."""
+    found = _call(1, _THREAD, thread)
+    return None if found < 0 else found
+
+
+def _call(which: int, *arguments: int) -> int:
+    numbers = _NUMBERS.get(os.uname().machine) if sys.platform == "linux" else None
+    if numbers is None:
+        return -1
+    return int(ctypes.CDLL(None).syscall(numbers[which], *arguments))

@@ -1,1 +1,0 @@
-"""Running a plan: its variants become tasks of an executor, and their results become states of the lineage."""

@@ -1,1 +1,0 @@
-"""Changing the lineage: recording states, moving refs, dropping bytes. Each function is one step of its caller's transaction."""

@@ -1,0 +1,347 @@
+"""The conditions of a query as SQL over ``state``, with every value bound.
+
+Logic is two-valued: each condition is true or false and never NULL. So a comparison with a field that a state lacks is
+false, and ``not`` of it is true. Texts compare by code point on both databases.
+"""
+
+from __future__ import annotations
+
+import math
+import operator as operators
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from datetime import datetime
+from itertools import count
+from typing import TYPE_CHECKING, Any
+
+from sqlalchemy import (
+    BigInteger,
+    Boolean,
+    ColumnElement,
+    Double,
+    Select,
+    String,
+    and_,
+    case,
+    collate,
+    exists,
+    false,
+    func,
+    literal,
+    not_,
+    or_,
+    select,
+    true,
+    union_all,
+)
+
+from datastates.errors import SyntaxProblem
+from datastates.lineage.lookup import id_of
+from datastates.lineage.schema import (
+    EXACT_INT,
+    AttributeRow,
+    MetricRow,
+    RefRow,
+    RunRow,
+    SettingRow,
+    StateRow,
+    beginning,
+    from_us,
+    table,
+    to_us,
+)
+from datastates.lineage.states import RefKind
+
+from .grammar import Ago, AllOf, Among, AnyOf, Compare, Exists, Field, Kind, Node, Not, Related, Value, clamp
+from .revision import above, below, chain, resolve
+
+if TYPE_CHECKING:
+    from sqlalchemy.orm import Session
+
+_state = table(StateRow)
+_metric = table(MetricRow)
+_attribute = table(AttributeRow)
+_setting = table(SettingRow)
+_ref = table(RefRow)
+_run = table(RunRow)
+
+__all__ = ["Scope", "by_code_point", "condition", "ids", "metric_is", "run_column"]
+
+_NUMBERS = ("int", "float")
+_EQUALITY = ("=", "!=")
+_COLUMNS = {
+    "step": _state.c.step,
+    "micro_step": _state.c.micro_step,
+    "created": _state.c.created_at,
+    "status": _state.c.status,
+    "uid": _state.c.uid,
+    "message": _state.c.message,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """The context in which conditions are compiled: a session, the time that ``now`` means, and the whole text for messages."""
+
+    session: Session
+    now_us: int
+    text: str
+    serial: count[int] = field(default_factory=count)
+
+    @property
+    def dialect(self) -> str:
+        return str(self.session.get_bind().dialect.name)
+
+    def name(self) -> str:
+        """A name for one more recursive query."""
+        return f"reach_{next(self.serial)}"
+
+
+def condition(node: Node, scope: Scope) -> ColumnElement[bool]:
+    """A condition on the row of ``state``.
+
+    :raises NotFound: a revision in it names nothing.
+    :raises SyntaxProblem: a revision in it does not parse; the error points into the query.
+    """
+    match node:
+        case AllOf(items):
+            return and_(*(condition(item, scope) for item in items))
+        case AnyOf(items):
+            return or_(*(condition(item, scope) for item in items))
+        case Not(item):
+            return not_(condition(item, scope))
+        case Related():
+            return _related(node, scope)
+        case Exists(at):
+            return _exists(at, scope)
+        case Compare(at, operator, value):
+            return _compare(at, operator, (value,), scope)
+        case Among(at, values):
+            return _compare(at, "=", values, scope)
+
+
+def ids(node: Node, dialect: str) -> Select[Any] | None:
+    """The ids of the states for which a condition holds, read from an index; None where no index gives them."""
+    match node:
+        case Compare(Field(kind=Kind.METRIC) as at, operator, value):
+            found = select(_metric.c.state_id).where(_metric.c.key == at.key, metric_is(_metric.c.value, operator, value))
+            return _along(found, _metric.c.value, dialect)
+        case Among(Field(kind=Kind.METRIC) as at, values):
+            return select(_metric.c.state_id).where(
+                _metric.c.key == at.key, _any(metric_is(_metric.c.value, "=", value) for value in values)
+            )
+        case Compare(Field(name="attr") as at, operator, value) if operator != "~":
+            found = select(_attribute.c.state_id).where(_attribute.c.key == at.key, _typed_is(_attribute, operator, value, dialect))
+            return _along(found, beginning(_attribute.c.text) if isinstance(value, str) else _attribute.c.number, dialect)
+        case Compare(Field(name="config") as at, operator, value) if operator != "~":
+            return select(_state.c.id).where(_of_setting(at.key, _typed_is(_setting, operator, value, dialect)))
+        case Compare(Field(name="uid"), "=", str(prefix)):
+            return select(_state.c.id).where(_begins(_state.c.uid, prefix))
+        case Compare(Field(name="tag"), "=", str(name)):
+            return select(_ref.c.state_id).where(_ref.c.kind == RefKind.TAG.value, _ref.c.name == literal(name))
+        case AnyOf(items):
+            parts = [ids(item, dialect) for item in items]
+            whole = [part for part in parts if part is not None]
+            return select(union_all(*whole).subquery().c[0]) if len(whole) == len(parts) else None
+    return None
+
+
+def _along(found: Select[Any], column: ColumnElement[Any], dialect: str) -> Select[Any]:
+    """The query in the order of the index that it reads. PostgreSQL knows how all values are distributed, but not those of one key. Where
+    it expects many matches it reads the whole table; the order keeps it from doing so.
+    """
+    return found.order_by(column) if dialect == "postgresql" else found
+
+
+def metric_is(column: ColumnElement[Any], operator: str, value: Value) -> ColumnElement[bool]:
+    """Compares a metric with a number; NULL where the column is."""
+    assert isinstance(value, int | float)
+    return _operate(column, operator, literal(float(value), Double))
+
+
+def by_code_point(column: ColumnElement[Any], dialect: str) -> ColumnElement[Any]:
+    """A text column that compares by code point, as SQLite's and Python's do."""
+    return collate(column, "C") if dialect == "postgresql" else column
+
+
+def run_column(name: str) -> ColumnElement[Any]:
+    """A column of ``run`` by the name of its field."""
+    return _run.c[name.removeprefix("run.")]
+
+
+# One kind of field after the other
+
+
+def _compare(at: Field, operator: str, values: tuple[Value, ...], scope: Scope) -> ColumnElement[bool]:
+    """Compares the field with any of the values."""
+    if at.kind is Kind.NAMES and operator == "!=":  # a state has several names: none of them may be this one
+        return not_(_compare(at, "=", values, scope))
+    match at.name:
+        case "metrics":
+            return _of_state(_metric, at.key, _any(metric_is(_metric.c.value, operator, value) for value in values))
+        case "attr":
+            return _of_state(_attribute, at.key, _any(_typed_is(_attribute, operator, value, scope.dialect) for value in values))
+        case "tag":
+            return _state.c.id.in_(_named(RefKind.TAG, operator, values, scope))
+        case "branch":
+            reached = chain(_named(RefKind.BRANCH, operator, values, scope), scope.name())
+            return _state.c.id.in_(select(reached.c.id))
+        case "config":
+            return _of_setting(at.key, _any(_typed_is(_setting, operator, value, scope.dialect) for value in values))
+        case "uid":
+            found = _any(_begins(_state.c.uid, str(value)) for value in values)
+            return found if operator == "=" else not_(found)
+        case "created":
+            return _any(_operate(_state.c.created_at, operator, literal(_us(value, scope), BigInteger)) for value in values)
+        case "step" | "micro_step":
+            return _any(_operate(_COLUMNS[at.name], operator, _number(value)) for value in values)
+        case "status" | "message":
+            text = _COLUMNS[at.name]
+            return and_(text.is_not(None), _any(_text_is(text, operator, value, scope.dialect) for value in values))
+    column = run_column(at.name)
+    return _of_run(column.is_not(None), _any(_text_is(column, operator, value, scope.dialect) for value in values))
+
+
+def _exists(at: Field, scope: Scope) -> ColumnElement[bool]:
+    match at.name:
+        case "metrics":
+            return _of_state(_metric, at.key)
+        case "attr":
+            return _of_state(_attribute, at.key)
+        case "tag":
+            return _state.c.id.in_(select(_ref.c.state_id).where(_ref.c.kind == RefKind.TAG.value))
+        case "branch":
+            heads = select(_ref.c.state_id).where(_ref.c.kind == RefKind.BRANCH.value)
+            return _state.c.id.in_(select(chain(heads, scope.name()).c.id))
+        case "message":
+            return _state.c.message.is_not(None)
+        case "config":
+            return _of_setting(at.key)
+        case "run.uid" | "run.host" | "run.user" | "run.git_commit":
+            return _of_run(run_column(at.name).is_not(None))
+    return true()
+
+
+def _related(node: Related, scope: Scope) -> ColumnElement[bool]:
+    try:
+        found = resolve(scope.session, node.revision, now=from_us(scope.now_us))
+    except SyntaxProblem as problem:
+        message = str(problem).split(" at column ")[0]
+        raise SyntaxProblem(message, text=scope.text, column=node.column - 1 + problem.column, expected=problem.expected) from None
+    start = id_of(scope.session, found.uid)
+    head = select(_state.c.id).where(_state.c.id == literal(start, BigInteger))
+    reach = (above if node.is_ancestor else below)(head, scope.name(), scope.dialect)
+    return and_(_state.c.id != literal(start, BigInteger), _state.c.id.in_(select(reach.c.id)))
+
+
+def _of_state(belongs: Any, key: str, *where: ColumnElement[bool]) -> ColumnElement[bool]:
+    """The condition that the state has a metric or an attribute like this."""
+    return exists(select(literal(1)).select_from(belongs).where(belongs.c.state_id == _state.c.id, belongs.c.key == key, *where))
+
+
+def _of_run(*where: ColumnElement[bool]) -> ColumnElement[bool]:
+    """The condition that the state's run is like this."""
+    return and_(_state.c.run_id.is_not(None), _state.c.run_id.in_(select(_run.c.id).where(*where)))
+
+
+def _named(kind: RefKind, operator: str, values: tuple[Value, ...], scope: Scope) -> Select[Any]:
+    """The states to which refs of these names point."""
+    names = _any(_text_is(_ref.c.name, operator, value, scope.dialect) for value in values)
+    return select(_ref.c.state_id).where(_ref.c.kind == kind.value, names)
+
+
+def _of_setting(key: str, *where: ColumnElement[bool]) -> ColumnElement[bool]:
+    """The condition that the state's run has a setting like this."""
+    return and_(_state.c.run_id.is_not(None), _state.c.run_id.in_(select(_setting.c.run_id).where(_setting.c.key == key, *where)))
+
+
+def _typed_is(belongs: Any, operator: str, value: Value, dialect: str) -> ColumnElement[bool]:
+    """Compares an attribute or a setting. Kinds do not mix: a number is compared with numbers, a text with texts."""
+    match value:
+        case bool():
+            return and_(belongs.c.type == "bool", metric_is(belongs.c.number, operator, value))
+        case int() | float():
+            return and_(belongs.c.type.in_(_NUMBERS), _number_is(belongs, operator, value, dialect))
+    return and_(
+        belongs.c.type == "str", *_begins_so(belongs.c.text, operator, value, dialect), _text_is(belongs.c.text, operator, value, dialect)
+    )
+
+
+def _number_is(belongs: Any, operator: str, value: float, dialect: str) -> ColumnElement[bool]:
+    """Compares numbers exactly, as Python does: where the nearest floats are equal the digits decide, which ints beyond 2**53 have."""
+    number, digits, near = belongs.c.number, belongs.c.text, float(value)
+    if not EXACT_INT <= abs(near) < math.inf:
+        return metric_is(number, operator, near)
+    whole = int(value)
+    is_so = literal(bool(_OPERATORS[operator](int(near), whole)), Boolean)
+    tied = case((digits.is_(None), is_so), else_=_digits_are(by_code_point(digits, dialect), operator, whole))
+    return case((number == literal(near, Double), tied), else_=metric_is(number, operator, near))
+
+
+def _digits_are(digits: ColumnElement[Any], operator: str, whole: int) -> ColumnElement[bool]:
+    """Compares an int in a text column with one of the same sign: the longer is larger in magnitude, else the alphabetically later."""
+    text = str(whole)
+    length, longer = func.length(digits), literal(len(text), BigInteger)
+    same = digits == literal(text, String)
+    if operator in _EQUALITY:
+        return same if operator == "=" else not_(same)
+    is_beyond = _OPERATORS["<" if (operator[0] == "<") == (whole > 0) else ">"]
+    beyond = or_(is_beyond(length, longer), and_(length == longer, is_beyond(digits, literal(text, String))))
+    return or_(beyond, same) if operator.endswith("=") else beyond
+
+
+# Operators
+
+
+def _text_is(column: ColumnElement[Any], operator: str, value: Value, dialect: str) -> ColumnElement[bool]:
+    text = literal(value, String)
+    if operator == "~":
+        return column.is_not(None) if value == "" else func.replace(column, text, "") != column
+    if operator in ("=", "!="):
+        return _operate(column, operator, text)
+    return _operate(by_code_point(column, dialect), operator, text)
+
+
+def _begins_so(column: ColumnElement[Any], operator: str, value: Value, dialect: str) -> list[ColumnElement[bool]]:
+    """What a comparison implies of the beginnings of both texts, which are all that an index of PostgreSQL holds of a text."""
+    if dialect != "postgresql" or operator in ("~", "!="):
+        return []
+    implied = operator if operator == "=" else f"{operator[0]}="
+    return [_operate(beginning(column), implied, beginning(literal(value, String)))]
+
+
+def _begins(column: ColumnElement[Any], prefix: str) -> ColumnElement[bool]:
+    """The condition that a uid begins with this prefix, as a range that its index serves."""
+    return and_(column >= literal(prefix, String), column < literal(prefix + "g", String))
+
+
+def _operate(column: ColumnElement[Any], operator: str, value: ColumnElement[Any]) -> ColumnElement[bool]:
+    compared: ColumnElement[bool] = _OPERATORS[operator](column, value)
+    return compared
+
+
+def _number(value: Value) -> ColumnElement[Any]:
+    """A number as a database holds it, so that an integer column is compared exactly."""
+    is_whole = isinstance(value, int) and -(2**63) <= value < 2**63
+    return literal(value, BigInteger) if is_whole else literal(value, Double)
+
+
+def _us(value: Value, scope: Scope) -> int:
+    if isinstance(value, Ago):
+        return clamp(scope.now_us - value.seconds * 1_000_000)
+    assert isinstance(value, datetime)
+    return to_us(value)
+
+
+def _any(conditions: Iterable[ColumnElement[bool]]) -> ColumnElement[bool]:
+    return or_(false(), *conditions)
+
+
+_OPERATORS: dict[str, Callable[[Any, Any], Any]] = {
+    "=": operators.eq,
+    "!=": operators.ne,
+    "<": operators.lt,
+    "<=": operators.le,
+    ">": operators.gt,
+    ">=": operators.ge,
+}

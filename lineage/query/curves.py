@@ -1,0 +1,375 @@
+"""Curves: a metric along the first parents of a state, the forks of several such paths, and the parts that branches lost."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any
+
+from sqlalchemy import BigInteger, Integer, bindparam, func, select
+
+from datastates.lineage.lookup import batches
+from datastates.lineage.schema import AttributeRow, MetricRow, RunRow, SegmentRow, StateRow, StretchRow, table
+from datastates.lineage.states import DIED, STATES, Status, Tally, place_of
+
+from .walk import first_meeting, first_parent_at
+
+if TYPE_CHECKING:
+    from sqlalchemy.orm import Session
+
+_state = table(StateRow)
+_metric = table(MetricRow)
+_segment = table(SegmentRow)
+_run = table(RunRow)
+_stretch = table(StretchRow)
+_attribute = table(AttributeRow)
+
+_next = _state.alias("next")
+_above = bindparam("above", type_=BigInteger)
+_path_series = (
+    select(_state.c.id, _state.c.parent_id, _state.c.step)
+    .where(_state.c.id == bindparam("start", type_=BigInteger), _state.c.id > _above)
+    .cte("path", recursive=True)
+)
+_path_series = _path_series.union_all(
+    # The bound is on the path: for a bound on the joined table, SQLite would first read all of that table.
+    select(_next.c.id, _next.c.parent_id, _next.c.step)
+    .join_from(_path_series, _next, _next.c.id == _path_series.c.parent_id)
+    .where(_path_series.c.parent_id > _above)
+)
+# An outer join, so that SQLite begins with the path, however short, and not with all values of the metric; states without one are dropped.
+_POINTS = (
+    select(_path_series.c.id, _path_series.c.step, _metric.c.value)
+    .outerjoin_from(_path_series, _metric, (_metric.c.state_id == _path_series.c.id) & (_metric.c.key == bindparam("key")))
+    .where(func.coalesce(_metric.c.state_id, 0) > 0)
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """The values of one metric along a path, from the oldest state that has it to the newest; row ids rise. NaN is NaN."""
+
+    ids: array[int]
+    steps: array[int]
+    values: array[float]
+
+
+@dataclass(frozen=True, slots=True)
+class Parting:
+    """The state, by row id, where the paths of some heads fork; ``heads`` are their positions in the input."""
+
+    id: int
+    heads: tuple[int, ...]
+
+
+def lost_parts(session: Session, heads: Mapping[str, int]) -> dict[str, list[Any]]:
+    """The parts that branches lost with a process, by name, the oldest first; ``heads`` has the row id of each branch's newest state.
+
+    A part has the ``id``, ``uid`` and ``step`` of its newest state, and the row id ``after`` which it begins (None: from the first). It is
+    left out if the branch was moved elsewhere since: it begins on no state of the path to the newest state.
+    """
+    found: defaultdict[str, list[Any]] = defaultdict(list)
+    for part in (row for some in batches(sorted(heads), 500) for row in session.execute(_LOST, {"names": some})):
+        if part.after is None or first_meeting(session, heads[part.name], part.after) == part.after:
+            found[part.name].append(part)
+    return found
+
+
+def curve(session: Session, head: int, key: str, *, base: Curve | None = None, above: int = 0) -> Curve:
+    """A metric along the first parents of ``head``, a row id.
+
+    ``base`` is the curve of a path that shares the state ``above`` with this one: only what is newer than that state is read.
+    """
+    rows = session.connection().execute(_POINTS, {"start": head, "key": key, "above": above})
+    found = sorted(map(tuple, rows), key=itemgetter(0))
+    kept = bisect_right(base.ids, above) if base is not None else 0
+    ids, steps, values = (array("q"), array("q"), array("d")) if base is None else (base.ids[:kept], base.steps[:kept], base.values[:kept])
+    ids.extend([row[0] for row in found])
+    steps.extend([row[1] for row in found])
+    values.extend([math.nan if row[2] is None else row[2] for row in found])
+    return Curve(ids, steps, values)
+
+
+def partings(session: Session, heads: Sequence[int]) -> list[Parting]:
+    """The places where the paths of first parents of ``heads``, which are row ids, fork; the newest first.
+
+    A head that lies on another head's path causes no fork. Usually costs a few times O(log n) for each head.
+    """
+    found: dict[int, set[int]] = {}
+    _part(session, sorted(set(heads)), found)
+    return [Parting(met, tuple(place for place, head in enumerate(heads) if head in found[met])) for met in sorted(found, reverse=True)]
+
+
+def _part(session: Session, heads: list[int], found: dict[int, set[int]]) -> None:
+    """Group the other heads against the path of one, by where they leave it and by which child of that state."""
+    if len(heads) < 2:
+        return
+    trunk, *others = heads
+    groups: defaultdict[int | None, list[int]] = defaultdict(list)
+    for other in others:
+        groups[first_meeting(session, trunk, other)].append(other)
+    _part(session, groups.pop(None, []), found)
+    beyond = {trunk}  # those whose paths continue with the trunk's
+    for met in sorted((met for met in groups if met is not None), reverse=True):
+        leaving: defaultdict[int, list[int]] = defaultdict(list)
+        for other in groups[met]:
+            if other != met:
+                leaving[first_parent_at(session, other, met, younger=1)].append(other)
+        on = beyond - {met}
+        if len(leaving) + bool(on) > 1:
+            found[met] = on.union(*leaving.values())
+        for group in leaving.values():
+            _part(session, group, found)
+        beyond.update(groups[met])
+
+
+_process = table(RunRow).alias("process")
+_left = (
+    select(_segment.c.name, _segment.c.fork_id.label("after"), func.max(_state.c.id).label("newest"))
+    .join_from(_segment, _state, _state.c.segment_id == _segment.c.id)
+    .where(_segment.c.name.in_(bindparam("names", expanding=True)), _segment.c.branch.is_(None), _state.c.status == Status.LOST.value)
+    .group_by(_segment.c.id, _segment.c.name, _segment.c.fork_id)
+    .subquery()
+)
+# The newest state of each segment that a branch left, if it is lost, and the process that captured it was found dead.
+_LOST = (
+    select(_left.c.name, _state.c.id, _state.c.uid, _state.c.step, _left.c.after)
+    .join_from(_left, _state, _state.c.id == _left.c.newest)
+    .join(_run, _run.c.id == _state.c.run_id)
+    .join(_process, _process.c.uid == func.coalesce(_run.c.process, _run.c.uid))
+    .where(_process.c.config[DIED].as_boolean())
+    .order_by(_state.c.id)
+)
+
+
+# Curves from summaries: a very long path costs only as much as its stretches, of ``tally.STATES``
+# states each.
+
+
+_EXACT = 256  # a branch of at most so many states is read state by state
+
+Row = tuple[int, float]
+"""A state's row id and its value; NaN is NaN."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outline:
+    """Points of one metric along a path, by rising row id: all of them where it is short, else those that determine how it looks.
+
+    ``count`` is the number of all values.
+    """
+
+    ids: array[int]
+    values: array[float]
+    count: int
+
+
+def generation_of(session: Session, id_: int) -> int:
+    """How many first parents a state has."""
+    return int(session.execute(_GENERATION, {"head": id_}).scalar_one())
+
+
+@dataclass(frozen=True, slots=True)
+class Means:
+    """Sums of one metric along a path, by rising row id: one for each complete stretch, at its last state, and one for each other state.
+
+    ``counts`` says how many values are in each sum; gaps are in none.
+    """
+
+    ids: array[int]
+    sums: array[float]
+    counts: array[int]
+    count: int
+
+
+def outline(session: Session, head: int, key: str) -> Outline:
+    """A metric along the first parents of ``head``, a row id."""
+    found: dict[int, float] = {}
+    count = 0
+    for stretches, rest in _spans_of(session, head, key):
+        found.update(_points(stretches))
+        found.update(rest)
+        count += sum(int(row.number) for row in stretches) + len(rest)
+    ids = sorted(found)
+    return Outline(array("q", ids), array("d", [found[id_] for id_ in ids]), count)
+
+
+def means(session: Session, head: int, key: str) -> Means:
+    """A metric along the first parents of ``head`` as sums: a mean over many states needs them, and extremes do not give them."""
+    found: dict[int, tuple[float, int]] = {}
+    count = 0
+    for stretches, rest in _spans_of(session, head, key):
+        found.update((row.last_id, (row.total, row.number - row.gaps)) for row in stretches)
+        found.update((id_, (value, 1) if math.isfinite(value) else (0.0, 0)) for id_, value in rest)
+        count += sum(int(row.number) for row in stretches) + len(rest)
+    ids = sorted(found)
+    return Means(array("q", ids), array("d", [found[id_][0] for id_ in ids]), array("q", [found[id_][1] for id_ in ids]), count)
+
+
+def own_points(session: Session, head: int, generation: int, segment: int, key: str, states: int) -> list[Row]:
+    """Points of the part of a path that lies in the segment of its head, which has ``states`` states; ``generation`` is the head's.
+
+    If there are many states, all those outside complete stretches count as one more stretch, so that the points are spread evenly.
+    """
+    if states <= _EXACT:
+        return _values(session, head, segment, 0, key)
+    whole = place_of(generation + 1)
+    stretches = session.execute(_STRETCHES, {"of": segment, "wanted": key, "upto": whole}).all()
+    rest = Tally()
+    for id_, value in _values(session, head, segment, whole * STATES, key):
+        rest.add(id_, value)
+    return sorted(dict(_points([*stretches, rest] if rest.count else stretches)).items())
+
+
+def names_of(session: Session, ids: Sequence[int]) -> list[tuple[str, int]]:
+    """The uid and the step of states by row id, in the order of ``ids``."""
+    found: dict[int, tuple[str, int]] = {}
+    for some in batches(ids, 1000):
+        found.update((row.id, (row.uid, row.step)) for row in session.execute(_NAMES, {"ids": some}))
+    return [found[id_] for id_ in ids]
+
+
+def _spans_of(session: Session, head: int, key: str) -> Iterator[tuple[Sequence[Any], list[Row]]]:
+    """What a path has in each segment: complete stretches, and the values beside them. Outside all segments there are no summaries."""
+    at: int | None = head
+    while at is not None:
+        spans = session.execute(_SPANS, {"head": at}).all()
+        for span in spans:
+            whole = 0 if span.segment_id is None else place_of(span.generation + 1)
+            stretches = session.execute(_STRETCHES, {"of": span.segment_id, "wanted": key, "upto": whole}).all() if whole else []
+            yield stretches, _values(session, span.head, span.segment_id, whole * STATES, key)
+        last = min(spans, key=lambda span: int(span.head))
+        at = session.execute(_BEYOND, {"head": last.head, "of": 0, "low": 0}).scalar() if last.segment_id is None else None
+
+
+def _points(stretches: Iterable[Any]) -> Iterator[Row]:
+    for row in stretches:
+        yield row.first_id, _number(row.first)
+        if row.least_id is not None:
+            yield row.least_id, row.least
+            yield row.most_id, row.most
+        if row.gap_id is not None and row.gap_id not in (row.first_id, row.last_id):
+            yield row.gap_id, math.nan
+        yield row.last_id, _number(row.last)
+
+
+def _values(session: Session, head: int, segment: int | None, low: int, key: str) -> list[Row]:
+    """The values of a state and its first parents within its segment, or outside all segments, down to a generation."""
+    rows = session.execute(_VALUES, {"head": head, "of": segment or 0, "low": low, "wanted": key})
+    return sorted((int(row.id), _number(row.value)) for row in rows)
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else value
+
+
+def _spans() -> Any:
+    """The segments of a path, each with the newest state that is on the path."""
+    walk = (
+        select(_state.c.id.label("head"), _state.c.segment_id, _state.c.generation, _segment.c.fork_id)
+        .outerjoin_from(_state, _segment, _segment.c.id == _state.c.segment_id)
+        .where(_state.c.id == bindparam("head", type_=BigInteger))
+        .cte("spans", recursive=True)
+    )
+    step = select(_next.c.id, _next.c.segment_id, _next.c.generation, _segment.c.fork_id).select_from(
+        walk.join(_next, _next.c.id == walk.c.fork_id).outerjoin(_segment, _segment.c.id == _next.c.segment_id)
+    )
+    walk = walk.union_all(step)
+    return select(walk.c.head, walk.c.segment_id, walk.c.generation)
+
+
+def _columns(state: Any) -> tuple[Any, ...]:
+    return state.c.id, state.c.parent_id, state.c.generation, func.coalesce(state.c.segment_id, 0).label("segment")
+
+
+def _path_outline(name: str) -> Any:
+    """A state and its first parents down to ``low``, as long as they are in the segment ``of``, where 0 means none; and the one beyond.
+
+    The conditions that stop the walk are on the path: for a condition on the joined table SQLite would first read all of that table.
+    """
+    low = bindparam("low", type_=Integer)
+    start = select(*_columns(_state)).where(_state.c.id == bindparam("head", type_=BigInteger), _state.c.generation >= low)
+    walk = start.cte(name, recursive=True)
+    step = select(*_columns(_next)).join_from(walk, _next, _next.c.id == walk.c.parent_id)
+    return walk.union_all(step.where(walk.c.generation > low, walk.c.segment == _of))
+
+
+def _points_of(walk: Any) -> Any:
+    # An outer join, so that SQLite begins with the path, however short, and not with all values of the metric.
+    points = select(walk.c.id, _metric.c.value).outerjoin_from(
+        walk, _metric, (_metric.c.state_id == walk.c.id) & (_metric.c.key == bindparam("wanted"))
+    )
+    return points.where(walk.c.segment == _of, func.coalesce(_metric.c.state_id, 0) > 0)
+
+
+_of = bindparam("of", type_=BigInteger)
+_GENERATION = select(_state.c.generation).where(_state.c.id == bindparam("head", type_=BigInteger))
+_NAMES = select(_state.c.id, _state.c.uid, _state.c.step).where(_state.c.id.in_(bindparam("ids", type_=BigInteger, expanding=True)))
+_SPANS = _spans()
+_way = _path_outline("own_path")
+_VALUES = _points_of(_way)
+_BEYOND = select(_way.c.id).where(_way.c.segment != _of)
+_STRETCHES = (
+    select(_stretch, _stretch.c["count"].label("number"))
+    .where(_stretch.c.segment_id == _of, _stretch.c.key == bindparam("wanted"))
+    .where(_stretch.c.place >= 0, _stretch.c.place < bindparam("upto", type_=Integer))
+    .order_by(_stretch.c.place)
+)
+
+
+# What curves are drawn over: steps, the time at which states were captured, or the epoch that a
+# training recorded.
+
+
+EPOCH = "epoch"
+"""The metric, or else the attribute, that says in which epoch a state was captured."""
+
+_BATCH = 1000
+
+
+class Axis(StrEnum):
+    """The quantity on the horizontal axis of a curve."""
+
+    STEP = "step"
+    TIME = "time"
+    EPOCH = "epoch"
+
+
+def along(session: Session, ids: Sequence[int], axis: Axis) -> list[float | None]:
+    """The positions of states, by row id and in the order of ``ids``: seconds since 1970, or epochs, or None; nothing for steps."""
+    if axis is Axis.STEP:
+        return []
+    found: dict[int, float | None] = {}
+    wanted = sorted(set(ids))
+    for batch in batches(wanted, _BATCH):
+        some = {"ids": batch}
+        if axis is Axis.TIME:
+            found.update((row.id, row.created_at / 1e6) for row in session.execute(_TIMES, some))
+        else:  # metrics last: a measured value overrides a noted one
+            found.update((row.state_id, row.number) for row in session.execute(_NOTED, some))
+            found.update((row.state_id, row.value) for row in session.execute(_MEASURED, some))
+    return [found.get(id_) for id_ in ids]
+
+
+def began(session: Session, id_: int) -> float:
+    """When the branch of ``id_``, a row id, began after its fork, or at its root: in seconds since 1970."""
+    return int(session.execute(_BEGAN, {"id": id_}).scalar_one()) / 1e6
+
+
+_first = _state.alias("first")
+_BEGAN = (
+    select(func.coalesce(_first.c.created_at, _state.c.created_at))
+    .outerjoin_from(_state, _segment, _segment.c.id == _state.c.segment_id)
+    .outerjoin(_first, _first.c.id == _segment.c.first_id)
+    .where(_state.c.id == bindparam("id", type_=BigInteger))
+)
+_ids = bindparam("ids", type_=BigInteger, expanding=True)
+_TIMES = select(_state.c.id, _state.c.created_at).where(_state.c.id.in_(_ids))
+_MEASURED = select(_metric.c.state_id, _metric.c.value).where(_metric.c.state_id.in_(_ids), _metric.c.key == EPOCH)
+_NOTED = select(_attribute.c.state_id, _attribute.c.number).where(_attribute.c.state_id.in_(_ids), _attribute.c.key == EPOCH)

@@ -1,0 +1,151 @@
+"""The names that a lineage knows: its metrics, its attributes, the settings of its runs; and the error for a name that it does not know.
+
+A kind of names is called as in a query: ``metrics``, ``attr``, ``config``. To add a kind, add a line to ``_KINDS``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, Any
+
+from sqlalchemy import Select, String, Table, bindparam, func, select
+
+from datastates.errors import SyntaxProblem
+from datastates.lineage.schema import (
+    AttributeRow,
+    MetricRow,
+    SettingRow,
+    StateRow,
+    table,
+)
+from datastates.system.logs import is_secret
+
+from .grammar import Field, Kind, Query, parse_query
+
+if TYPE_CHECKING:
+    from sqlalchemy.orm import Session
+
+_state = table(StateRow)
+_metric = table(MetricRow)
+_attribute = table(AttributeRow)
+_setting = table(SettingRow)
+
+_LISTED = 12
+
+_ANY_STATE = select(_state.c.id).limit(1)
+
+
+@dataclass(frozen=True, slots=True)
+class _Names:
+    """One kind of names; ``word`` is what people call one of them."""
+
+    word: str
+    kind: Kind
+    every: Callable[[Session], list[str]]
+    has: Callable[[Session, str], bool]
+
+
+def names(session: Session, kind: str) -> list[str]:
+    """Every name of a kind, in alphabetical order; the cost depends on the number of names, not of states."""
+    return _KINDS[kind].every(session)
+
+
+def check_names(session: Session, query: Query | str, text: str | None = None) -> None:
+    """Check that the lineage knows what a query compares and orders by; a lineage without states accepts every query.
+
+    ``text`` is what messages point into: the query's text, unless another is given. Names that ``exists`` asks for may be missing.
+
+    :raises SyntaxProblem: no state has such a metric or attribute, or no run such a setting: names close ones, and points at the column.
+    """
+    text = query if isinstance(query, str) else text
+    query = parse_query(query) if isinstance(query, str) else query
+    for field in query.presumed:
+        kind = _KINDS.get(field.name)
+        if kind is not None and not kind.has(session, field.key) and _has_states(session):
+            raise unknown(session, field, written(field) if text is None else text)
+
+
+def field_of(session: Session, text: str) -> Field:
+    """The field that a column or a sort key names: as in a query, or a metric, an attribute or a setting by its bare name.
+
+    :raises SyntaxProblem: nothing has this name; the error names close ones.
+    """
+    for name, kind in _KINDS.items():
+        if kind.has(session, text):
+            return Field(name, kind.kind, text)
+    try:
+        (field,) = parse_query(f"exists {text}").fields
+    except (SyntaxProblem, ValueError):
+        raise unknown(session, Field("metrics", Kind.METRIC, text), text) from None
+    known = _KINDS.get(field.name)
+    if known is not None and not known.has(session, field.key) and _has_states(session):
+        raise unknown(session, Field(field.name, field.kind, field.key), text)
+    return field
+
+
+def unknown(session: Session, field: Field, text: str) -> SyntaxProblem:
+    """The error for a name that nothing in the lineage has; ``text`` contains it, at the field's column."""
+    kind = _KINDS[field.name]
+    known = {written(Field(name, each.kind, key)): key for name, each in _KINDS.items() for key in each.every(session)}
+    own = [name for name in known if name.startswith(f"{field.name}.")]
+    close = _close(field, known)
+    hint = f", did you mean {' or '.join(close)}?" if close else "" if own else f": no state has any {kind.word}"
+    listed = own[:_LISTED] + ["…"] * (len(own) > _LISTED)
+    return SyntaxProblem(f"there is no {kind.word} {field.key!r}{hint}", text=text, column=field.column, expected=tuple(listed))
+
+
+def written(field: Field) -> str:
+    """The field as it is written in a query."""
+    return f"{field.name}.{_quoted(field.key)}" if field.key else field.name
+
+
+def _quoted(key: str) -> str:
+    parts = key.split(".")
+    if all(part and all(letter.isalnum() or letter in "_-/" for letter in part) for part in parts):
+        return key
+    escaped = key.replace("\\", "\\\\").replace('"', '\\"')
+    return f'"{escaped}"'
+
+
+def _close(field: Field, known: dict[str, str]) -> list[str]:
+    """The same name in any kind, else the most similar ones, of its own kind if there are any."""
+    same = [name for name, key in known.items() if key.casefold() == field.key.casefold()]
+    own = [name for name in known if name.startswith(f"{field.name}.")]
+    for names_ in () if same else (own, list(known)):
+        for key in get_close_matches(field.key, [known[name] for name in names_], n=1):
+            return [next(name for name in names_ if known[name] == key)]
+    return same
+
+
+def _has_states(session: Session) -> bool:
+    return session.execute(_ANY_STATE).first() is not None
+
+
+# One kind after the other
+
+
+def _keys(belongs: Table) -> Select[Any]:
+    """The distinct keys of a table, by jumping through its index from one to the next."""
+    walk = select(func.min(belongs.c.key).label("key")).cte("names", recursive=True)
+    following = select(func.min(belongs.c.key)).where(belongs.c.key > walk.c.key).scalar_subquery()
+    walk = walk.union_all(select(following).select_from(walk).where(walk.c.key.is_not(None)))
+    return select(walk.c.key).where(walk.c.key.is_not(None))
+
+
+def _of_table(word: str, kind: Kind, belongs: Table) -> _Names:
+    every, one = _keys(belongs), select(belongs.c.key).where(belongs.c.key == bindparam("key", type_=String)).limit(1)
+    return _Names(
+        word,
+        kind,
+        every=lambda session: sorted(key for key in session.execute(every).scalars() if not is_secret(key) or belongs is not _setting),
+        has=lambda session, key: session.execute(one, {"key": key}).first() is not None,
+    )
+
+
+_KINDS = {
+    "metrics": _of_table("metric", Kind.METRIC, _metric),
+    "attr": _of_table("attribute", Kind.ANY, _attribute),
+    "config": _of_table("setting", Kind.ANY, _setting),
+}

@@ -1,0 +1,240 @@
+"""Branches and tags, the notes on states and branches, and the processes that hold a state's bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, Any
+
+from sqlalchemy import BigInteger, Select, bindparam, func, select
+
+from datastates import values
+from datastates.errors import InvalidInput, NotFound
+from datastates.lineage.lookup import batches, id_of
+from datastates.lineage.schema import (
+    FolderRow,
+    NoteRow,
+    RefEventRow,
+    RefRow,
+    ReplicaRow,
+    StateRow,
+    from_us,
+    table,
+)
+from datastates.lineage.states import Note, Ref, RefEvent, RefKind
+
+if TYPE_CHECKING:
+    from sqlalchemy.orm import Session
+
+_state = table(StateRow)
+_ref = table(RefRow)
+_event = table(RefEventRow)
+_note = table(NoteRow)
+_replica = table(ReplicaRow)
+_folder = table(FolderRow)
+
+# Branches and tags as they stand, and where they stood before. ``change.refs`` changes them.
+
+
+_REFS_BATCH = 1000  # names in one IN list
+_NEAR = 100
+
+_old = _state.alias("old")
+_new = _state.alias("new")
+
+
+def get(session: Session, name: str) -> Ref:
+    """The ref of this name.
+
+    :raises NotFound: there is no such ref; the error names the nearest.
+    """
+    found = find(session, name)
+    if found is None:
+        raise NotFound(f"there is no branch or tag {name!r}{nearest(session, name)}")
+    return found
+
+
+def find(session: Session, name: str) -> Ref | None:
+    """The ref of this name, or None."""
+    row = session.execute(_REFS.where(_ref.c.name == bindparam("ref")), {"ref": values.text(name, "the name of a branch or a tag")}).first()
+    return None if row is None else _to_ref(row)
+
+
+def refs(session: Session, kind: RefKind | None = None) -> list[Ref]:
+    """All refs, or those of one kind, by name."""
+    query = _REFS if kind is None else _REFS.where(_ref.c.kind == kind.value)
+    return sorted((_to_ref(row) for row in session.execute(query)), key=lambda ref: ref.name)
+
+
+def moved(session: Session, after: int) -> dict[str, Ref | None]:
+    """The refs that have a line of the reflog after the line ``after``, by name; None if they are deleted. All refs if that is negative."""
+    if after < 0:
+        return {ref.name: ref for ref in refs(session)}
+    found: dict[str, Ref | None] = dict.fromkeys(session.execute(_MOVED, {"after": after}).scalars())
+    for some in batches(list(found), _REFS_BATCH):
+        found.update((row.name, _to_ref(row)) for row in session.execute(_REFS.where(_ref.c.name.in_(some))))
+    return found
+
+
+def reflog(session: Session, name: str, *, limit: int | None = None, before: int | None = None) -> list[RefEvent]:
+    """The moves of a ref, newest first, even after it was deleted; with ``before`` only those with lower ids.
+
+    :raises NotFound: there never was such a ref; the error names the nearest that exists.
+    """
+    name = values.text(name, "the name of a branch or a tag")
+    query = _EVENTS if before is None else _EVENTS.where(_event.c.id < before)
+    rows = session.execute(query.limit(limit), {"ref": name}).all()
+    if not rows and limit != 0 and before is None:
+        raise NotFound(f"there never was a branch or tag {name!r}{nearest(session, name)}")
+    return [RefEvent(row.id, row.name, RefKind(row.kind), row.old, row.new, row.reason, from_us(row.created_at)) for row in rows]
+
+
+def last_event(session: Session) -> int:
+    """The id of the newest line of any reflog, 0 when there is none: one look-up shows whether a reflog has grown."""
+    return int(session.execute(_LAST_EVENT).scalar() or 0)
+
+
+def _to_ref(row: Any) -> Ref:
+    return Ref(row.name, RefKind(row.kind), row.uid, row.version, row.message)
+
+
+def nearest(session: Session, name: str) -> str:
+    """The hint of an error message that lists similar names; empty if there are none."""
+    names = get_close_matches(name, near(session, name), n=3)
+    return f": did you mean {' or '.join(repr(each) for each in names)}?" if names else ""
+
+
+def near(session: Session, name: str, kind: RefKind | None = None) -> list[str]:
+    """Names that may be meant by this one: its neighbors in alphabetical order, and the names of the newest states.
+
+    Each of the three groups has at most ``_NEAR`` names, because to compare 60,000 names takes a second.
+    """
+    query = select(_ref.c.name) if kind is None else select(_ref.c.name).where(_ref.c.kind == kind.value)
+    before, behind = query.where(_ref.c.name < name).order_by(_ref.c.name.desc()), query.where(_ref.c.name > name).order_by(_ref.c.name)
+    newest = query.order_by(_ref.c.state_id.desc())
+    return sorted({each for some in (before, behind, newest) for each in session.execute(some.limit(_NEAR)).scalars()})
+
+
+_REFS: Select[Any] = select(_ref.c.name, _ref.c.kind, _ref.c.version, _ref.c.message, _state.c.uid).join_from(
+    _ref, _state, _state.c.id == _ref.c.state_id
+)
+_EVENTS: Select[Any] = (
+    select(_event.c.id, _event.c.name, _event.c.kind, _event.c.reason, _event.c.created_at)
+    .add_columns(_old.c.uid.label("old"), _new.c.uid.label("new"))
+    .outerjoin_from(_event, _old, _old.c.id == _event.c.old_id)
+    .outerjoin(_new, _new.c.id == _event.c.new_id)
+    .where(_event.c.name == bindparam("ref"))
+    .order_by(_event.c.id.desc())
+)
+_MOVED = select(_event.c.name).where(_event.c.id > bindparam("after", type_=BigInteger)).distinct()
+_LAST_EVENT = select(func.max(_event.c.id))
+
+
+# The notes on states and branches. ``change.notes`` writes them.
+
+
+_NOTES_BATCH = 500  # uids in one IN list
+
+_NOTES = select(_note, _state.c.uid.label("state")).outerjoin_from(_note, _state, _state.c.id == _note.c.state_id)
+
+
+def get_note(session: Session, uid: str) -> Note:
+    """The note of this uid.
+
+    :raises NotFound: there is none.
+    """
+    row = session.execute(_NOTES.where(_note.c.uid == bindparam("note")), {"note": uid}).first()
+    if row is None:
+        raise NotFound(f"there is no note {uid!r}: it may have been deleted, the list of notes has those that are there")
+    return _to_note(row)
+
+
+def notes(
+    session: Session, *, state: str | None = None, branch: str | None = None, limit: int | None = None, after: str | None = None
+) -> list[Note]:
+    """The notes on a state (by its uid) or a branch, or all of them, newest first; only those after the note ``after``, if given.
+
+    :raises NotFound: there is no note ``after``.
+    """
+    if state is not None and branch is not None:
+        raise InvalidInput("notes are of a state or of a branch: name one of the two")
+    query = _NOTES.order_by(_note.c.id.desc()).limit(limit)
+    if state is not None:
+        query = query.where(_state.c.uid == state)
+    if branch is not None:
+        query = query.where(_note.c.branch == branch)
+    if after is not None:
+        last = session.execute(select(_note.c.id).where(_note.c.uid == after)).scalar()
+        if last is None:
+            raise NotFound(f"there is no note {after!r} to go on after: begin again at the first page")
+        query = query.where(_note.c.id < last)
+    return [_to_note(row) for row in session.execute(query)]
+
+
+def of_states(session: Session, uids: Iterable[str]) -> list[Note]:
+    """The notes on some states, oldest first."""
+    wanted, found = sorted(set(uids)), list[Any]()
+    for some in batches(wanted, _NOTES_BATCH):
+        found += session.execute(_NOTES.where(_state.c.uid.in_(some))).all()
+    return [_to_note(row) for row in sorted(found, key=lambda row: row.id)]
+
+
+def _to_note(row: Any) -> Note:
+    edited_at = None if row.edited_at is None else from_us(row.edited_at)
+    return Note(row.uid, row.state, row.branch, row.author, row.text, from_us(row.created_at), edited_at)
+
+
+# The holders of a state's bytes: its replicas, as they were reported.
+
+
+_MARK = "#"
+
+_REPLICAS = (
+    select(
+        *(_replica.c.rank, _replica.c.tier, func.coalesce(_folder.c.host, _replica.c.node).label("node")),
+        *(_replica.c.status, _replica.c.bytes),
+    )
+    .outerjoin_from(_replica, _folder, _folder.c.uid == _replica.c.node)
+    .where(_replica.c.state_id == bindparam("state"))
+    .order_by(_replica.c.rank, _replica.c.tier, _replica.c.node)
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Replica:
+    """One rank's shard is complete on a tier of a node; ``status`` is ``ok`` or ``gone``. In memory: in that of the process of ``run``.
+
+    ``bytes`` are those that it added there: bytes that other states held already came without a copy.
+    """
+
+    rank: int
+    tier: str
+    node: str
+    status: str
+    bytes: int
+    run: str | None = None
+
+
+def holder(node: str, run: str | None) -> str:
+    """The node of a replica that is in the memory of a process."""
+    return node if run is None else f"{node}{_MARK}{run}"
+
+
+def node_of(place: str) -> str:
+    """The node in a place, whichever process has the memory."""
+    return place.partition(_MARK)[0]
+
+
+def replicas_of(session: Session, uid: str) -> list[Replica]:
+    """Every replica of a state, by rank, tier and node.
+
+    :raises NotFound: there is no such state.
+    """
+    rows = session.execute(_REPLICAS, {"state": id_of(session, uid)})
+    return [_replica_of(row) for row in rows]
+
+
+def _replica_of(row: Any) -> Replica:
+    node, _, run = row.node.partition(_MARK)
+    return Replica(row.rank, row.tier, node, row.status, row.bytes, run or None)

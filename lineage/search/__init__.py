@@ -1,1 +1,0 @@
-"""Finding states: revisions, queries, walks along parents, curves. Reads only."""

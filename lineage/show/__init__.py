@@ -1,1 +1,0 @@
-"""The lineage presented to people: drawings, words, and numbers in summary. Reads only."""

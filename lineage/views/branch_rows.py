@@ -1,0 +1,645 @@
+"""A summary of each branch: where it forked, how its metric went, what can be restored, what was changed for it.
+
+What is the same for all of them costs a few queries, whatever is asked; the rest is read for the branches of one page. The summaries that
+``record`` keeps (``change/segments``) stand for the states, so that none of this depends on how many there are.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import math
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from enum import StrEnum
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any, Self
+
+import msgspec
+from sqlalchemy import BigInteger, Select, bindparam, func, select
+
+from datastates.errors import InvalidInput
+from datastates.lineage.lookup import batches, states
+from datastates.lineage.query.curves import outline, own_points
+from datastates.lineage.schema import MetricRow, RefEventRow, RefRow, RunRow, SegmentRow, StateRow, StretchRow, table
+from datastates.lineage.states import WHOLE, Ending, Ref, RefKind, Run, State, Status, Tally
+from datastates.values import Value
+
+from .text import Direction, keys_of
+
+if TYPE_CHECKING:
+    from sqlalchemy.orm import Session
+
+_state = table(StateRow)
+_ref = table(RefRow)
+_segment = table(SegmentRow)
+_stretch = table(StretchRow)
+_metric = table(MetricRow)
+_run = table(RunRow)
+_event = table(RefEventRow)
+
+
+class Life(StrEnum):
+    """What is known of a branch's training: its process runs, or has ended; or it cannot be told here."""
+
+    RUNNING = "running"
+    ENDED = "ended"
+    UNKNOWN = "unknown"
+
+
+Living = Callable[[Run], Life]
+"""Tells whether the process of a run that did not finish is alive."""
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """A value of the metric, and the state that has it. ``value`` is None where it is NaN."""
+
+    state: str
+    step: int
+    value: float | None
+    status: Status
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """The state after which a branch begins. ``branch`` captured it, by its present name; None if no branch did.
+
+    ``is_gone``: that branch no longer exists, and ``branch`` is the name that it had.
+    """
+
+    state: str
+    step: int
+    branch: str | None
+    is_gone: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One difference between the configurations of a branch and of its parent: None where one of them lacks the setting."""
+
+    key: str
+    value: Value
+    parent: Value
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A small curve: some points of the branch's own part, the extremes among them; None is NaN."""
+
+    steps: tuple[int, ...] = ()
+    values: tuple[float | None, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Branch:
+    """One branch. Counts are of the states that it has to itself: those after ``fork``, or all states of a branch that did not fork.
+
+    ``restorable`` of these can be restored, ``durable`` survive their process. ``bytes`` are those that they added. ``last``, ``best`` and
+    ``best_restorable`` are of the chosen metric; None if none of its own states has a number. A branch without own states has ``last``,
+    ``best`` and ``line`` of its whole path of first parents. ``config`` is the difference between the
+    configuration of its newest run and that of the run that captured its fork; for a root it is all of the configuration. ``began_at`` is
+    when its first own state was captured, ``changed_at`` when its newest one was; ``steps_per_s`` is measured over the latest captures of
+    its newest run. ``ending`` says how that run ended; None while it goes on, as far as is known.
+    ``lost_step`` is the newest step that was lost with a process that died: the branch went back from there.
+    """
+
+    name: str
+    head: str
+    step: int
+    status: Status
+    fork: Origin | None
+    states: int
+    restorable: int
+    durable: int
+    bytes: int
+    last: Point | None
+    best: Point | None
+    best_restorable: Point | None
+    line: Line
+    config: tuple[Setting, ...]
+    run: str | None
+    host: str | None
+    life: Life
+    began_at: datetime | None
+    changed_at: datetime
+    took_s: float
+    steps_per_s: float | None
+    study: str | None = None
+    variant: str | None = None
+    group: Value = None
+    ending: Ending | None = None
+    lost_step: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Branches with the same value of what they are grouped by; ``best`` is the best value among them, with its branch."""
+
+    value: Value
+    branches: int
+    best: float | None
+    branch: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Branches:
+    """Some of the branches, in order. ``matching`` out of ``total`` match the request; ``next`` is the cursor for those that follow.
+
+    ``metrics`` are those that branches have, the most relevant first; ``metric`` is the chosen one, which gets better in ``direction``.
+    ``groups`` are set when branches are grouped, in their order.
+    """
+
+    items: tuple[Branch, ...]
+    next: str | None
+    total: int
+    matching: int
+    metric: str | None
+    direction: Direction
+    metrics: tuple[str, ...]
+    groups: tuple[Group, ...] = field(default=())
+
+    def __iter__(self) -> Iterator[Branch]:
+        return iter(self.items)
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, place: int) -> Branch:
+        return self.items[place]
+
+    @property
+    def best(self) -> Branch | None:
+        """The branch among these with the best value."""
+        sign = 1 if self.direction is Direction.MIN else -1
+        have = [(sign * item.best.value, item) for item in self.items if item.best is not None and item.best.value is not None]
+        return min(have, key=itemgetter(0), default=(0.0, None))[1]
+
+
+# Every branch of a lineage, with what a few queries say of it; they cost as much as there are
+# branches.
+
+
+_ROWS_BATCH = 500
+_GONE = [status.value for status in Status if not status.is_restorable]
+_SAFE = [Status.DURABLE.value, Status.REPLICATED.value, Status.EXTERNAL.value]
+
+
+Counts = Mapping[int, tuple[int, int, int]]
+"""How many states of a segment can be restored and how many are durable, and the bytes of all, by the segment's row id."""
+
+
+@dataclass(slots=True)
+class Row:
+    """One branch. ``count_states`` sets the last three numbers; the code that groups branches sets ``group``."""
+
+    name: str
+    head_id: int
+    head: str
+    step: int
+    generation: int
+    status: str
+    changed_us: int
+    run_id: int | None
+    segment_id: int | None
+    fork_id: int | None
+    fork: str | None
+    fork_step: int | None
+    fork_generation: int | None
+    fork_run_id: int | None
+    parent: str | None
+    parent_name: str | None
+    first_id: int | None
+    began_us: int | None
+    tally: Any = None
+    best: float | None = None
+    best_id: int | None = None
+    restorable: int = 0
+    durable: int = 0
+    bytes: int = 0
+    group: Value = None
+
+    @property
+    def states(self) -> int:
+        """How many states it has to itself."""
+        return self.generation + 1 if self.fork_generation is None else self.generation - self.fork_generation
+
+    @property
+    def last(self) -> float | None:
+        """The newest value of the metric; None if it has none, or it is NaN."""
+        return None if self.tally is None else self.tally.last
+
+    @property
+    def took_us(self) -> int:
+        """The time from its first own state to its newest."""
+        return 0 if self.began_us is None else max(0, self.changed_us - self.began_us)
+
+
+def metrics_of(session: Session) -> list[str]:
+    """The metrics that branches have, in no order."""
+    return list(session.execute(_METRICS).scalars())
+
+
+def rows_of(session: Session, metric: str | None, direction: Direction) -> list[Row]:
+    """Every branch, with the summary of a metric: that of its own states, or of its path of first parents if it has none of its own."""
+    rows = [Row(*row) for row in session.execute(_ALL)]
+    if metric is None:
+        return rows
+    tallies = {row.segment_id: row for row in session.execute(_TALLIES, {"of": metric})}
+    paths = {head: _of_path(session, head, metric) for head in {row.head_id for row in rows if row.first_id is None}}
+    is_least = direction is Direction.MIN
+    for row in rows:
+        tally = row.tally = paths[row.head_id] if row.first_id is None else tallies.get(row.segment_id)
+        if tally is not None:
+            row.best, row.best_id = (tally.least, tally.least_id) if is_least else (tally.most, tally.most_id)
+    return rows
+
+
+def _of_path(session: Session, head: int, metric: str) -> Tally | None:
+    found, points = Tally(), outline(session, head, metric)
+    for id_, value in zip(points.ids, points.values, strict=True):
+        found.add(id_, value)
+    return found if found.count else None
+
+
+def count_states(session: Session, rows: Sequence[Row], known: Counts | None = None) -> None:
+    """Count the states that these branches have to themselves, and their bytes; those of which the counts are ``known`` are not counted."""
+    known = known or {}
+    ids = [row.segment_id for row in rows if row.segment_id is not None and row.segment_id not in known]
+    found = _counted(session, ids)
+    for row in rows:
+        segment = row.segment_id or 0
+        row.restorable, row.durable, row.bytes = known.get(segment) or found.get(segment, (0, 0, 0))
+
+
+def counts_of(session: Session) -> Counts:
+    """The counts of every branch."""
+    return _counted(session, session.execute(_BRANCHES).scalars().all())
+
+
+def kept_of(session: Session, run: str) -> tuple[int, int, int]:
+    """How many states a run captured, how many of them can be restored, and how many bytes those on disk added there."""
+    rows = session.execute(_OF_RUN, {"run": run}).all()
+    return (
+        sum(row.states for row in rows),
+        sum(row.states for row in rows if row.status not in _GONE),
+        sum(int(row.size) for row in rows if row.status in _SAFE),
+    )
+
+
+def _counted(session: Session, ids: Sequence[int]) -> Counts:
+    """The counts of some segments; many are read along the index at once."""
+    found = dict.fromkeys(ids, (0, 0, 0))
+    for some in batches(ids, _ROWS_BATCH):
+        for segment_id, status, count, size in session.execute(_COUNTS_OF, {"ids": some}):
+            restorable, durable, total = found[segment_id]
+            found[segment_id] = (
+                restorable + (0 if status in _GONE else count),
+                durable + (count if status in _SAFE else 0),
+                total + int(size or 0),
+            )
+    return found
+
+
+_OF_RUN = (
+    select(_state.c.status, func.count().label("states"), func.sum(_state.c.bytes_new).label("size"))
+    .where(_state.c.run_id == select(_run.c.id).where(_run.c.uid == bindparam("run")).scalar_subquery())
+    .group_by(_state.c.status)
+)
+_fork = _state.alias("fork")
+_first = _state.alias("first")
+_parent = _segment.alias("parent")
+_is_branch = _ref.c.kind == RefKind.BRANCH.value
+_ALL = (
+    select(_ref.c.name, _state.c.id, _state.c.uid, _state.c.step, _state.c.generation, _state.c.status, _state.c.created_at)
+    .add_columns(_state.c.run_id, _segment.c.id, _segment.c.fork_id)
+    .add_columns(_fork.c.uid, _fork.c.step, _fork.c.generation, _fork.c.run_id, _parent.c.branch, _parent.c.name)
+    .add_columns(_segment.c.first_id, _first.c.created_at)
+    .join_from(_ref, _state, _state.c.id == _ref.c.state_id)
+    .outerjoin(_segment, _segment.c.branch == _ref.c.name)
+    .outerjoin(_fork, _fork.c.id == _segment.c.fork_id)
+    .outerjoin(_parent, _parent.c.id == _fork.c.segment_id)
+    .outerjoin(_first, _first.c.id == _segment.c.first_id)
+    .where(_is_branch)
+)
+_BRANCHES = select(_segment.c.id).where(_segment.c.branch.is_not(None))
+# By segments, so that SQLite looks each up: in a join it would read all stretches.
+_TALLIES = select(_stretch).where(_stretch.c.segment_id.in_(_BRANCHES), _stretch.c.key == bindparam("of"), _stretch.c.place == WHOLE)
+
+
+def _metrics() -> Any:
+    """Those metrics of states of which a branch has a stretch."""
+    keys = keys_of(_metric)
+    own = select(_stretch.c.key).where(_stretch.c.segment_id.in_(_BRANCHES), _stretch.c.key == keys.c.key, _stretch.c.place == WHOLE)
+    return select(keys.c.key).where(own.correlate(keys).exists())
+
+
+_METRICS = _metrics()
+_COUNTS_OF = (
+    select(_state.c.segment_id, _state.c.status, func.count(), func.sum(_state.c.bytes_new))
+    .where(_state.c.segment_id.in_(bindparam("ids", type_=BigInteger, expanding=True)))
+    .group_by(_state.c.segment_id, _state.c.status)
+)
+
+
+# The order in which branches are listed, and cursors: a place in that order, sealed with the
+# request to which it belongs.
+
+
+Place = tuple[tuple[int, float, str], int, float, tuple[int, ...]]
+"""A branch's group, whether it lacks the value, the value, its name."""
+
+_SEAL_BYTES = 8
+
+
+class Sort(StrEnum):
+    """What branches are sorted by."""
+
+    CHANGED = "changed"
+    NAME = "name"
+    BEGAN = "began"
+    BEST = "best"
+    LAST = "last"
+    STEP = "step"
+    STATES = "states"
+    RESTORABLE = "restorable"
+    DURABLE = "durable"
+    BYTES = "bytes"
+    TOOK = "took"
+
+
+SORTS = tuple(sort.value for sort in Sort)
+_FALLING = {Sort.CHANGED, Sort.BEGAN, Sort.STEP, Sort.STATES, Sort.RESTORABLE, Sort.DURABLE, Sort.BYTES, Sort.TOOK}
+"""The sorts that put the largest first, unless they are reversed."""
+COUNTED = {Sort.RESTORABLE, Sort.DURABLE, Sort.BYTES}
+"""The sorts for which ``rows.count_states`` must run first."""
+_ATTRIBUTES = {Sort.CHANGED: "changed_us", Sort.BEGAN: "began_us", Sort.TOOK: "took_us"}
+"""The attribute of a ``Row`` for a sort, where the names differ."""
+
+
+def sort_of(text: str) -> tuple[Sort, bool]:
+    """The sort in a text, and whether it is reversed."""
+    try:
+        return Sort(text.removeprefix("-")), text.startswith("-")
+    except ValueError:
+        raise InvalidInput(f"branches cannot be sorted by {text!r}: choose among {', '.join(SORTS)}, with '-' for the other way") from None
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What comes first: the best, newest, longest; or the opposite if it is ``turned``."""
+
+    sort: Sort
+    sign: int
+
+    @classmethod
+    def of(cls, sort: Sort, direction: Direction, *, turned: bool) -> Self:
+        """The order for a sort. ``direction`` says which values are better."""
+        is_falling = sort in _FALLING or (sort in (Sort.BEST, Sort.LAST) and direction is Direction.MAX)
+        return cls(sort, -1 if is_falling != turned else 1)
+
+    def place(self, row: Row) -> Place:
+        """The place of a branch: by group, then whether it has the value at all, then by value, then by name."""
+        name, group = tuple(map(ord, row.name)), place_of_group(row.group)
+        if self.sort is Sort.NAME:
+            return group, 0, 0.0, name if self.sign > 0 else (*(-each for each in name), 1)
+        value: float | None = getattr(row, _ATTRIBUTES.get(self.sort, self.sort.value))
+        lacks = value is None or math.isnan(value)
+        return group, int(lacks), 0.0 if lacks or value is None else self.sign * float(value), name
+
+
+def place_of_group(value: Value) -> tuple[int, float, str]:
+    """The place of a group's value: numbers before texts, and a missing value last."""
+    match value:
+        case None:
+            return 2, 0.0, ""
+        case str():
+            return 1, 0.0, value
+    return 0, float(value) if value == value else math.inf, ""
+
+
+@dataclass(frozen=True, slots=True)
+class Cursors:
+    """Cursors of one request; those of another are refused."""
+
+    seal: bytes
+
+    @classmethod
+    def of(cls, *asked: object) -> Self:
+        """The cursors for a request with these parameters, except the page."""
+        return cls(hashlib.blake2b(msgspec.msgpack.encode(asked), digest_size=_SEAL_BYTES, person=b"ds.branches").digest())
+
+    def write(self, place: Place) -> str:
+        """A cursor for what comes after a place."""
+        return base64.urlsafe_b64encode(self.seal + msgspec.msgpack.encode(place)).decode().rstrip("=")
+
+    def read(self, token: str) -> Place:
+        """The place that a cursor names.
+
+        :raises InvalidInput: it is not a cursor, or one of another request.
+        """
+        try:
+            raw = base64.b64decode(token + "=" * (-len(token) % 4), altchars=b"-_", validate=True)
+            place: Place = msgspec.msgpack.decode(raw[_SEAL_BYTES:], type=Place)
+        except (binascii.Error, ValueError, msgspec.MsgspecError) as error:
+            raise InvalidInput(f"{token[:40]!r} is no cursor of branches: pass what 'next' of the same question gave") from error
+        if raw[:_SEAL_BYTES] != self.seal:
+            raise InvalidInput(f"the cursor {token[:40]!r} is of another question: pass what 'next' of this one gave")
+        return place
+
+
+# Where states come from: the branch to which each belongs; and which states came last.
+
+
+_ORIGINS_BATCH = 1000
+_NEWEST = select(func.max(_state.c.id))
+_AFTER = select(_state.c.id).where(_state.c.id > bindparam("last", type_=BigInteger)).order_by(_state.c.id)
+_SEGMENTS = (
+    select(_state.c.uid, func.coalesce(_segment.c.branch, _segment.c.name).label("name"))
+    .join_from(_state, _segment, _segment.c.id == _state.c.segment_id)
+    .where(_state.c.uid.in_(bindparam("uids", expanding=True)))
+)
+
+
+def branches_of(session: Session, uids: Sequence[str]) -> dict[str, str]:
+    """The branch to which each of some states belongs, by uid: the one that captured it. States that no branch ever had are left out."""
+    found: dict[str, str] = {}
+    for some in batches(uids, _ORIGINS_BATCH):
+        found.update((row.uid, row.name) for row in session.execute(_SEGMENTS, {"uids": some}))
+    return found
+
+
+def newest_id(session: Session) -> int:
+    """The row id of the state that was recorded last; 0 when there is none."""
+    return int(session.execute(_NEWEST).scalar() or 0)
+
+
+def states_after(session: Session, last: int) -> list[State]:
+    """The states with higher row ids, parents before children."""
+    return states(session, list(session.execute(_AFTER, {"last": last}).scalars()))
+
+
+# The names of all states at once, and which branch came first and so owns the states that several
+# have in common.
+
+
+TRUNKS = ("main", "master")
+"""The names that make a branch the trunk of a history; the first of them that exists is it."""
+
+_STAMP = select(
+    select(func.coalesce(func.max(_event.c.id), 0)).scalar_subquery(),
+    select(func.count()).select_from(_ref).scalar_subquery(),
+    select(func.coalesce(func.sum(_ref.c.version), 0)).scalar_subquery(),
+)
+_REFS = select(_ref.c.name, _ref.c.kind, _ref.c.version, _ref.c.message, _ref.c.state_id, _state.c.uid).join_from(
+    _ref, _state, _state.c.id == _ref.c.state_id
+)
+_SOME_REFS = _REFS.where(_ref.c.name.in_(bindparam("names", expanding=True)))
+_FEW = 100
+_CHANGED = select(_event.c.name).distinct().where(_event.c.id > bindparam("last", type_=BigInteger)).limit(_FEW + 1)
+_BIRTHS = select(_event.c.name, func.min(_event.c.id)).where(_event.c.name.in_(bindparam("names", expanding=True))).group_by(_event.c.name)
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """Branches and tags as they stand. ``stamp`` changes when one of them is created, moved or deleted.
+
+    ``at`` has those of each state, by its row id, in order of name. ``branches`` are in order of their rank: the trunk, then the ones
+    created first. ``ranks`` has the lowest rank among those that name a state. ``trunk`` is the row id of the trunk's state.
+    """
+
+    stamp: tuple[int, ...]
+    at: Mapping[int, tuple[Ref, ...]]
+    branches: tuple[str, ...]
+    ranks: Mapping[int, int]
+    trunk: int | None
+    births: Mapping[str, int]
+
+
+def names(session: Session, old: Names | None = None) -> Names:
+    """The names as they stand for this session; ``old`` itself if nothing has changed since."""
+    stamp = tuple(int(number) for number in session.execute(_STAMP).one())
+    if old is not None and old.stamp == stamp:
+        return old
+    found = None if old is None else _moved(session, old, stamp)
+    if found is None:
+        found = _read(session, _REFS, {})
+    states = {name: id_ for name, (id_, ref) in found.items() if ref.kind is RefKind.BRANCH}
+    births = _births(session, states, {} if old is None else old.births)
+    branches = sorted(states, key=lambda name: (TRUNKS.index(name) if name in TRUNKS else len(TRUNKS), births.get(name, 0), name))
+    ranks: dict[int, int] = {}
+    for rank, name in enumerate(branches):
+        ranks.setdefault(states[name], rank)
+    trunk = states[branches[0]] if branches and branches[0] in TRUNKS else None
+    at: dict[int, list[Ref]] = {}
+    for _, (id_, ref) in sorted(found.items()):
+        at.setdefault(id_, []).append(ref)
+    return Names(stamp, {id_: tuple(refs) for id_, refs in at.items()}, tuple(branches), ranks, trunk, births)
+
+
+_Found = dict[str, tuple[int, Ref]]
+"""Refs, with the row ids of their states, by name."""
+
+
+def _moved(session: Session, old: Names, stamp: tuple[int, ...]) -> _Found | None:
+    """``old`` with the names of later events read again; None if that does not make what ``stamp`` says, as when an event was late."""
+    changed = session.execute(_CHANGED, {"last": old.stamp[0]}).scalars().all()
+    if len(changed) > _FEW:
+        return None
+    found = {ref.name: (id_, ref) for id_, refs in old.at.items() for ref in refs}
+    for name in changed:
+        found.pop(name, None)
+    found.update(_read(session, _SOME_REFS, {"names": changed}))
+    return found if stamp[1:] == (len(found), sum(ref.version for _, ref in found.values())) else None
+
+
+def _read(session: Session, statement: Select[Any], values: Mapping[str, object]) -> _Found:
+    rows = session.execute(statement, values)
+    return {row.name: (int(row.state_id), Ref(row.name, RefKind(row.kind), row.uid, row.version, row.message)) for row in rows}
+
+
+def _births(session: Session, wanted: Mapping[str, int], known: Mapping[str, int]) -> dict[str, int]:
+    """The first event of each branch; for known branches it is not read again."""
+    found = {name: known[name] for name in wanted if name in known}
+    missing = [name for name in wanted if name not in found]
+    for some in batches(missing, 500):
+        found.update((name, int(id_)) for name, id_ in session.execute(_BIRTHS, {"names": some}))
+    return found
+
+
+# Small curves: a few points of what a branch has to itself, or of its path if it has nothing, its
+# extremes among them.
+
+
+_SPARKLINE_BATCH = 500
+
+_STEPS = select(_state.c.id, _state.c.step).where(_state.c.id.in_(bindparam("ids", type_=BigInteger, expanding=True)))
+
+
+class Lines:
+    """Lines that were drawn, the ``most`` latest. Any thread may use it."""
+
+    def __init__(self, most: int = 10_000) -> None:
+        self._most, self._lock = most, threading.Lock()
+        self._drawn: OrderedDict[tuple[object, ...], Line] = OrderedDict()
+
+    def get(self, key: tuple[object, ...]) -> Line | None:
+        """The line for a branch as it was: its head's uid, its segment and how many states that has, the metric and its summary, and
+        the number of points."""
+        with self._lock:
+            found = self._drawn.get(key)
+            if found is not None:
+                self._drawn.move_to_end(key)
+            return found
+
+    def put(self, key: tuple[object, ...], line: Line) -> None:
+        """Keep it; the one that was longest unused may go."""
+        with self._lock:
+            self._drawn[key] = line
+            if len(self._drawn) > self._most:
+                self._drawn.popitem(last=False)
+
+
+def lines_of(session: Session, rows: Sequence[Row], metric: str | None, points: int, drawn: Lines | None = None) -> list[Line]:
+    """The line of each branch. Those that were ``drawn`` are not read again."""
+    return [_line(session, row, metric, points, Lines() if drawn is None else drawn) for row in rows]
+
+
+def _line(session: Session, row: Row, metric: str | None, points: int, drawn: Lines) -> Line:
+    if metric is None or row.segment_id is None:
+        return Line()
+    key = row.head, row.segment_id, row.states, metric, repr(row.tally), points
+    line = drawn.get(key)
+    if line is None:
+        if row.first_id is None:
+            path = outline(session, row.head_id, metric)
+            own = thinned(list(zip(path.ids, path.values, strict=True)), points)
+        else:
+            own = thinned(own_points(session, row.head_id, row.generation, row.segment_id, metric, row.states), points)
+        steps: dict[int, int] = {}
+        for some in batches([id_ for id_, _ in own], _SPARKLINE_BATCH):
+            steps.update((found.id, found.step) for found in session.execute(_STEPS, {"ids": some}))
+        line = Line(tuple([steps[id_] for id_, _ in own]), tuple([None if math.isnan(value) else value for _, value in own]))
+        drawn.put(key, line)
+    return line
+
+
+def thinned(points: Sequence[tuple[int, float]], most: int) -> list[tuple[int, float]]:
+    """At most ``most`` (at least 4) of some points: the ends, and the least and the greatest of each of equally large stretches."""
+    if len(points) <= most:
+        return list(points)
+    stretches = (most - 2) // 2
+    kept = {0, len(points) - 1}
+    for number in range(stretches):
+        places = range(number * len(points) // stretches, (number + 1) * len(points) // stretches)
+        finite = [place for place in places if math.isfinite(points[place][1])]
+        if finite:
+            kept.add(min(finite, key=lambda place: points[place][1]))
+            kept.add(max(finite, key=lambda place: points[place][1]))
+        else:
+            kept.add(places[0])
+    return [points[place] for place in sorted(kept)]

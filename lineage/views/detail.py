@@ -1,0 +1,387 @@
+"""The surroundings of one state: names, children, and the first parents before it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from datetime import datetime
+from typing import TYPE_CHECKING, Any
+
+import networkx as nx
+from sqlalchemy import BigInteger, ColumnElement, Integer, Select, bindparam, func, literal, or_, select, union
+
+from datastates.errors import InvalidInput, NotFound
+from datastates.lineage.lookup import batches, id_of, states
+from datastates.lineage.query import names as names_query
+from datastates.lineage.query import walk
+from datastates.lineage.query.names import last_event, node_of
+from datastates.lineage.query.news import writers
+from datastates.lineage.query.walk import first_parent_at
+from datastates.lineage.schema import (
+    AttributeRow,
+    EdgeRow,
+    FolderRow,
+    MetricRow,
+    RefEventRow,
+    RefRow,
+    ReplicaRow,
+    RunRow,
+    SettingRow,
+    StateRow,
+    from_us,
+    table,
+)
+from datastates.lineage.states import DIED, Ref, RefEvent, RefKind, Run, State, Status
+from datastates.lineage.write import runs
+from datastates.lineage.write.runs import counted
+
+from .text import keys_of
+
+if TYPE_CHECKING:
+    from sqlalchemy.orm import Session
+
+_state = table(StateRow)
+_edge = table(EdgeRow)
+_ref = table(RefRow)
+_replica = table(ReplicaRow)
+_folder = table(FolderRow)
+_event = table(RefEventRow)
+_run = table(RunRow)
+_metric = table(MetricRow)
+_attribute = table(AttributeRow)
+_setting = table(SettingRow)
+
+_next = _state.alias("next")
+_REFS_AT = (
+    select(_ref.c.name, _ref.c.kind, _ref.c.version, _ref.c.message, _state.c.uid)
+    .join_from(_ref, _state, _state.c.id == _ref.c.state_id)
+    .where(_ref.c.state_id == bindparam("state", type_=BigInteger))
+)
+_below = union(
+    select(_state.c.id).where(_state.c.parent_id == bindparam("state", type_=BigInteger)),
+    select(_edge.c.child_id).where(_edge.c.parent_id == bindparam("state", type_=BigInteger)),
+).subquery()
+_CHILDREN = select(_state.c.uid).join_from(_below, _state, _state.c.id == _below.c.id).order_by(_state.c.id)
+_walk = select(_state.c.id, _state.c.parent_id, literal(1).label("place")).where(_state.c.id == bindparam("start", type_=BigInteger))
+_chain = _walk.cte("chain", recursive=True)
+_chain = _chain.union_all(
+    select(_next.c.id, _next.c.parent_id, _chain.c.place + 1)
+    .join_from(_chain, _next, _next.c.id == _chain.c.parent_id)
+    .where(_chain.c.place < bindparam("count", type_=Integer))
+)
+_FIRST_PARENTS = select(_chain.c.id).order_by(_chain.c.place)
+
+
+def refs_at(session: Session, uid: str) -> list[Ref]:
+    """The branches and tags that name a state, by name.
+
+    :raises NotFound: there is no such state.
+    """
+    rows = session.execute(_REFS_AT, {"state": id_of(session, uid)})
+    return sorted((Ref(row.name, RefKind(row.kind), row.uid, row.version, row.message) for row in rows), key=lambda ref: ref.name)
+
+
+def child_uids(session: Session, uid: str) -> list[str]:
+    """The uids of ``walk.children``, oldest first."""
+    return list(session.execute(_CHILDREN, {"state": id_of(session, uid)}).scalars())
+
+
+def first_parents(session: Session, uid: str, *, limit: int, after: str | None = None) -> tuple[list[State], str | None]:
+    """A state and its first parents, newest first; and the uid to continue ``after``, None when the root is among them.
+
+    :raises NotFound: there is no such state.
+    :raises InvalidInput: ``after`` is not one of them.
+    """
+    start, skipped = id_of(session, uid), 0
+    if after is not None:
+        last = id_of(session, after)
+        if not _is_first_parent(session, last, start):
+            raise InvalidInput(f"{after} is not among the first parents of {uid}: pass the uid of the last state that came")
+        start, skipped = last, 1
+    ids = list(session.execute(_FIRST_PARENTS, {"start": start, "count": limit + skipped + 1}).scalars())[skipped:]
+    found = states(session, ids[:limit])
+    return found, found[-1].uid if len(ids) > limit else None
+
+
+def _is_first_parent(session: Session, old: int, new: int) -> bool:
+    try:
+        return first_parent_at(session, new, old) == old
+    except NotFound:
+        return False
+
+
+# The lineage as a graph, for people's own analyses.
+
+
+FIRST_PARENT = "parent"
+"""The kind of the edge from a state's first parent; further parents have the kinds of ``EdgeKind``."""
+
+
+def graph(
+    session: Session, *, of: Iterable[str] | None = None, ancestors: int | None = None, descendants: int | None = 0
+) -> nx.DiGraph[str]:
+    """The states ``of`` (uids; None: everything that a ref names), with the given numbers of ancestors and descendants of each.
+
+    None instead of a number means all. Nodes are uids with ``state`` (a ``State``) and ``refs`` (names). Edges go from parent to child,
+    with ``kind`` and ``weight``, where both ends are in the graph.
+
+    :raises NotFound: one of ``of`` is no state.
+    """
+    names: dict[str, list[str]] = {}
+    for ref in names_query.refs(session):
+        names.setdefault(ref.state, []).append(ref.name)
+    found: dict[str, State] = {}
+    for uid in names if of is None else of:
+        limit = None if ancestors is None else ancestors + 1
+        near = [*walk.log(session, uid, limit=limit), *(walk.descendants(session, uid, limit=descendants) if descendants != 0 else ())]
+        found.update((state.uid, state) for state in near)
+    result: nx.DiGraph[str] = nx.DiGraph()
+    for uid, state in found.items():
+        result.add_node(uid, state=state, refs=sorted(names.get(uid, ())))
+    for uid, state in found.items():
+        _add_edges(result, uid, state)
+    return result
+
+
+def _add_edges(result: nx.DiGraph[str], uid: str, state: State) -> None:
+    weights = {edge.parent: (str(edge.kind), edge.weight) for edge in state.edges}
+    for index, parent in enumerate(state.parents):
+        if parent in result:
+            kind, weight = weights.get(parent, (FIRST_PARENT, 1.0)) if index else (FIRST_PARENT, 1.0)
+            result.add_edge(parent, uid, kind=kind, weight=weight)
+
+
+# The places where bytes are: how many states each tier of each node holds.
+
+
+_HELD = (
+    select(_replica.c.tier, _replica.c.node, func.max(_folder.c.host), func.count(), func.sum(_replica.c.bytes))
+    .outerjoin_from(_replica, _folder, _folder.c.uid == _replica.c.node)
+    .where(_replica.c.status == "ok")
+    .group_by(_replica.c.tier, _replica.c.node)
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What a tier of a node holds: ``replicas`` of states, or of ranks' parts of them, which added ``bytes`` there."""
+
+    tier: str
+    node: str
+    replicas: int
+    bytes: int
+
+
+def held(session: Session) -> tuple[Held, ...]:
+    """What each tier of each node holds, as reported; the processes of a node are added up. One scan of all replicas."""
+    found: dict[tuple[str, str], tuple[int, int]] = {}
+    for tier, place, host, count, size in session.execute(_HELD):
+        key = tier, host or node_of(place)
+        replicas, bytes_ = found.get(key, (0, 0))
+        found[key] = replicas + count, bytes_ + int(size or 0)
+    return tuple(Held(*key, *numbers) for key, numbers in sorted(found.items()))
+
+
+# The events of all refs, in the order of their ids, for readers that must miss nothing.
+
+
+_PAGE = 500
+
+
+@dataclass(frozen=True, slots=True)
+class Horizon:
+    """An id, and the transactions that may yet commit an event below it.
+
+    Once it is settled, a transaction that begins afterwards sees all events up to the id that there will ever be.
+    """
+
+    id: int
+    writers: frozenset[str]
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether all of these transactions have ended."""
+        return not self.writers
+
+
+@dataclass(frozen=True, slots=True)
+class Events:
+    """Events by rising ids, with none missing. If ``horizon`` is set there are more, after a gap: pass it to the next ``read``.
+
+    Call that at once, in a new transaction, if the horizon is settled; else after a while.
+    """
+
+    items: tuple[RefEvent, ...]
+    horizon: Horizon | None
+
+
+def newest_events(session: Session) -> Horizon:
+    """The newest event's id, 0 when there is none, and the transactions that may yet commit an older one."""
+    return Horizon(last_event(session), _writers(session))
+
+
+def settle(session: Session, horizon: Horizon) -> Horizon:
+    """The horizon without the transactions that have ended since."""
+    return horizon if horizon.is_settled else replace(horizon, writers=horizon.writers & _writers(session))
+
+
+def read(session: Session, after: int, *, horizon: Horizon | None = None, limit: int = _PAGE) -> Events:
+    """The events after the id ``after``, up to where more may still come in between; ``horizon`` is the one that the last call returned.
+
+    ``after`` is 0 or an id up to which nothing was missing: that of an event read here, or of a settled horizon.
+    """
+    rows = session.execute(_AFTER, {"after": after, "limit": limit}).all()
+    settled = horizon.id if horizon is not None and horizon.is_settled else 0
+    items: list[RefEvent] = []
+    for row in rows:
+        missing = row.id - 1
+        if missing > max(after, settled):
+            return Events(tuple(items), _wait_for(session, missing, rows[-1].id, horizon))
+        items.append(RefEvent(row.id, row.name, RefKind(row.kind), row.old, row.new, row.reason, from_us(row.created_at)))
+        after = row.id
+    return Events(tuple(items), None)
+
+
+def _wait_for(session: Session, missing: int, seen: int, horizon: Horizon | None) -> Horizon:
+    """The transactions that may still write the event ``missing``, given that ``seen`` exists. They are read after the events, in the same
+    transaction.
+    """
+    if horizon is not None and missing <= horizon.id:
+        return settle(session, horizon)
+    return Horizon(seen, _writers(session))
+
+
+def _writers(session: Session) -> frozenset[str]:
+    return writers(session, [RefEventRow])
+
+
+_old = _state.alias("old")
+_new = _state.alias("new")
+_AFTER: Select[Any] = (
+    select(_event.c.id, _event.c.name, _event.c.kind, _event.c.reason, _event.c.created_at)
+    .add_columns(_old.c.uid.label("old"), _new.c.uid.label("new"))
+    .outerjoin_from(_event, _old, _old.c.id == _event.c.old_id)
+    .outerjoin(_new, _new.c.id == _event.c.new_id)
+    .where(_event.c.id > bindparam("after"))
+    .order_by(_event.c.id)
+    .limit(bindparam("limit"))
+)
+
+
+# How often processes of a repository died: how long they ran, and how many ended without saying
+# so.
+
+
+_BATCH = 500
+
+
+@dataclass(frozen=True, slots=True)
+class Failures:
+    """``processes`` trained for ``ran_s`` seconds in total; ``died`` of them were found dead by a process that opened the repository
+    later."""
+
+    processes: int
+    died: int
+    ran_s: float
+
+
+def failures(session: Session) -> Failures:
+    """The failures among all processes that captured here. One that died, or goes on, counts as running until its newest state."""
+    ids = list(session.execute(_PROCESSES).scalars())
+    found: list[Run] = []
+    for some in batches(ids, _BATCH):
+        found += runs.by_ids(session, some).values()
+    died = [run for run in found if run.config.get(DIED) is True]
+    ran_s = 0.0
+    for run in found:
+        ended = run.finished_at if run.config.get(DIED) is not True else None
+        last = ended or _newest(session, run.uid) or run.started_at
+        ran_s += max(0.0, (last - run.started_at).total_seconds())
+    return Failures(len(found), len(died), ran_s)
+
+
+def _newest(session: Session, uid: str) -> datetime | None:
+    """When the newest state of a process was captured."""
+    at = session.execute(_FAILURES_NEWEST, {"uid": uid}).scalar()
+    return None if at is None else from_us(at)
+
+
+_training = _run.alias("training")
+_PROCESSES = select(_run.c.id).where(_run.c.process.is_(None), _run.c.is_carried.is_(None)).order_by(_run.c.id)
+_OF_PROCESS = select(_training.c.id).where(or_(_training.c.uid == bindparam("uid"), _training.c.process == bindparam("uid")))
+_FAILURES_NEWEST = select(_state.c.created_at).where(
+    _state.c.id == select(func.max(_state.c.id)).where(_state.c.run_id.in_(_OF_PROCESS)).scalar_subquery()
+)
+
+
+# The content of a lineage in numbers. Most are counted anew each time: some tens of milliseconds
+# for 100,000 states.
+
+
+# One scan of the table, without sorting.
+_STATUSES = select(*(func.count().filter(_state.c.status == status.value).label(status.value) for status in Status)).select_from(_state)
+_REFS = select(_ref.c.kind, func.count()).group_by(_ref.c.kind)
+_STATS_NEWEST = select(_state.c.id).order_by(_state.c.id.desc()).limit(1)
+
+
+@dataclass(frozen=True, slots=True)
+class KeyStats:
+    """One metric: how many states have it, and its least and greatest value; None where all are NaN."""
+
+    key: str
+    count: int
+    least: float | None
+    most: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """What a lineage holds. ``statuses`` counts the states of each; keys are those that a query or a column may name.
+
+    ``config`` has the keys of the configurations of runs; ``tiers`` say where the bytes are.
+    """
+
+    states: int
+    statuses: dict[str, int]
+    branches: int
+    tags: int
+    runs: int
+    metrics: tuple[KeyStats, ...]
+    attributes: tuple[str, ...]
+    config: tuple[str, ...]
+    tiers: tuple[Held, ...]
+
+
+def count(session: Session) -> Counts:
+    """Count everything, in about ten queries."""
+    statuses = {str(status): int(number) for status, number in session.execute(_STATUSES).one()._mapping.items() if number}
+    refs = {str(kind): int(number) for kind, number in session.execute(_REFS)}
+    return Counts(
+        states=sum(statuses.values()),
+        statuses=dict(sorted(statuses.items())),
+        branches=refs.get(RefKind.BRANCH.value, 0),
+        tags=refs.get(RefKind.TAG.value, 0),
+        runs=session.execute(select(func.count()).select_from(_run).where(counted())).scalar_one(),
+        metrics=tuple(sorted((KeyStats(*row) for row in session.execute(_ranges())), key=lambda one: one.key)),
+        attributes=tuple(sorted(key for key in session.execute(select(keys_of(_attribute).c.key)).scalars() if key is not None)),
+        config=tuple(sorted(key for key in session.execute(select(keys_of(_setting).c.key)).scalars() if key is not None)),
+        tiers=held(session),
+    )
+
+
+def newest_stats(session: Session) -> State | None:
+    """The state that was recorded last."""
+    found = session.execute(_STATS_NEWEST).scalar()
+    return None if found is None else states(session, [found])[0]
+
+
+def _ranges() -> Select[Any]:
+    """The range and count of each key, along the index of keys and values: least and most cost a look-up each, the count reads the key's
+    part."""
+    keys = keys_of(_metric)
+
+    def of(number: ColumnElement[Any]) -> ColumnElement[Any]:
+        return select(number).where(_metric.c.key == keys.c.key).correlate(keys).scalar_subquery()
+
+    wanted = of(func.count()), of(func.min(_metric.c.value)), of(func.max(_metric.c.value))
+    return select(keys.c.key, *wanted).where(keys.c.key.is_not(None))

@@ -1,0 +1,702 @@
+"""Studies: the tree of their variants, the cost and result of each, and which failed and why.
+
+What a study trained is in refs and in attributes of states. Its rows (``change/studies``) have its plan, the time it took and its failures.
+For a study without rows, as after a rebuild without a chronicle, the variants are those that have branches.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from enum import StrEnum
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from sqlalchemy import BigInteger, Integer, bindparam, func, select
+
+from datastates.errors import InvalidInput, NotFound
+from datastates.lineage.lookup import batches, id_of, states
+from datastates.lineage.schema import (
+    AttributeRow,
+    EdgeRow,
+    MetricRow,
+    RefRow,
+    ReportRow,
+    ReportSampleRow,
+    RunRow,
+    SegmentRow,
+    StateRow,
+    VariantRow,
+    from_us,
+    table,
+)
+from datastates.lineage.states import EdgeKind, RefKind, State, Status
+from datastates.lineage.write import runs
+from datastates.values import Value
+
+from .branch_rows import Life, Living, branches_of
+from .text import Direction, by_relevance, direction_of
+
+if TYPE_CHECKING:
+    from sqlalchemy.orm import Session
+
+_variant = table(VariantRow)
+_ref = table(RefRow)
+_state = table(StateRow)
+_segment = table(SegmentRow)
+_run = table(RunRow)
+_attribute = table(AttributeRow)
+_metric = table(MetricRow)
+_edge = table(EdgeRow)
+_report = table(ReportRow)
+_sample = table(ReportSampleRow)
+
+_START = "start/"
+_DONE = "done/"
+_ATTRIBUTES = ("study", "variant", "epoch", "samples", "samples_all", "variant_set")
+_BATCH = 500
+
+
+class Stage(StrEnum):
+    """How far a variant has come. ``begun``: nobody is training it now; the study's next run continues with it."""
+
+    DONE = "done"
+    RUNNING = "running"
+    BEGUN = "begun"
+    FAILED = "failed"
+    SKIPPED = "skipped"
+    WAITING = "waiting"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Study:
+    """One study. ``start`` is the state from which its first variants fork, None if its tag was deleted.
+
+    ``took_s`` is the number of seconds that workers reported to have trained; ``bytes`` those that its states added. ``planned_at`` is None
+    if the study is only known by its branches.
+    """
+
+    name: str
+    start: str | None
+    variants: int
+    done: int
+    failed: int
+    planned_at: datetime | None
+    changed_at: datetime | None
+    took_s: float
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Studies:
+    """Some of the studies, the last changed first, out of ``total``."""
+
+    items: tuple[Study, ...]
+    total: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StudyVariant:
+    """One variant. ``state`` is its result, or the newest state that it recorded; ``value`` is the metric of that state.
+
+    ``rank`` 1 is the best of those that are done.
+
+    ``depth`` counts its ancestors in the plan. ``epoch`` of ``epochs`` are over; ``samples`` of ``samples_all`` were trained on, None if
+    the plan does not say. ``config`` is what it changes; ``set`` is what that changed in restored optimizers. ``took_s`` is the number of
+    seconds over all ``attempts`` that ended; ``states`` and ``bytes`` are what its branch has to itself. ``alike`` are variants that ended
+    with the same bytes. ``error`` says why its last attempt failed, or names the ancestor because of which it was skipped.
+    """
+
+    name: str
+    branch: str
+    parent: str | None
+    depth: int
+    stage: Stage
+    epoch: int | None
+    epochs: int | None
+    samples: int | None
+    samples_all: int | None
+    state: str | None
+    step: int | None
+    status: Status | None
+    value: float | None
+    rank: int | None
+    metrics: dict[str, float]
+    config: dict[str, Value]
+    set: str | None
+    took_s: float | None
+    attempts: int
+    states: int
+    bytes: int
+    began_at: datetime | None
+    changed_at: datetime | None
+    alike: tuple[str, ...]
+    error: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class StudyDetail:
+    """A study and its variants: parents before children, siblings in the order of the plan. There are ``total`` variants.
+
+    ``metric`` is the one of ``metrics`` by which variants are ranked; it gets better in ``direction``.
+    """
+
+    study: Study
+    variants: tuple[StudyVariant, ...]
+    total: int
+    metric: str | None
+    direction: Direction
+    metrics: tuple[str, ...]
+
+
+def studies(session: Session, *, limit: int | None = None) -> Studies:
+    """Every study, the last changed first."""
+    made = _summaries(session, _names_studies(session))
+    made.sort(key=lambda one: (one.changed_at or one.planned_at or _NEVER, one.name), reverse=True)
+    return Studies(tuple(made[:limit]), len(made))
+
+
+def study(
+    session: Session,
+    name: str,
+    *,
+    metric: str | None = None,
+    direction: Direction | None = None,
+    limit: int | None = None,
+    living: Living | None = None,
+) -> StudyDetail:
+    """One study and its variants.
+
+    :param name: the study's name.
+    :param metric: the metric by which variants are ranked; None: the most relevant one that they have.
+    :param direction: which of its values are better; None: judged by its name.
+    :param limit: the most variants to return; None: all.
+    :param living: tells whether the process of a run that did not finish is alive.
+    :raises NotFound: there is no such study.
+    """
+    rows = _read(session, name)
+    if not rows and name not in _names_studies(session):
+        raise NotFound(f"there is no study {name!r}: there are {', '.join(sorted(_names_studies(session))[:10]) or 'none'}")
+    _learn(session, rows, living)
+    metrics = by_relevance(key for row in rows.values() for key in row.metrics)
+    metric = metric if metric is not None else next(iter(metrics), None)
+    direction = direction or (Direction.MIN if metric is None else direction_of(metric))
+    ranks = _ranks(rows.values(), metric, direction)
+    order = list(_tree(rows))
+    alike = _alike(rows)
+    shown = tuple(_variant_of(rows, row, depth, metric, ranks, alike) for row, depth in order[:limit])
+    (summary,) = _summaries(session, [name])
+    return StudyDetail(summary, shown, len(order), metric, direction, tuple(metrics))
+
+
+# What is known
+
+
+@dataclass(slots=True)
+class _Row:
+    """One variant, while it is assembled."""
+
+    name: str
+    branch: str
+    place: int = 0
+    parent: str | None = None
+    epochs: int | None = None
+    config: Mapping[str, Value] = field(default_factory=dict)
+    attempts: int = 0
+    took_s: float | None = None
+    error: str | None = None
+    began_us: int | None = None
+    head: Any = None
+    is_done: bool = False
+    is_running: bool = False
+    attributes: Mapping[str, Value] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
+    states: int = 0
+    bytes: int = 0
+    fork_branch: str | None = None
+
+    @property
+    def has_reported(self) -> bool:
+        """Whether its branch stands at a state of its own."""
+        return bool(self.attributes)
+
+
+def _names_studies(session: Session) -> list[str]:
+    names = set(session.execute(_STUDIES).scalars())
+    return sorted(names | {head.name.removeprefix(_START) for head in _heads(session, _START, RefKind.TAG)})
+
+
+def _read(session: Session, study: str) -> dict[str, _Row]:
+    """The variants by name: those of the plan, and those that only have a branch."""
+    rows: dict[str, _Row] = {}
+    for said in session.execute(_PLANNED, {"of": study}):
+        config: Mapping[str, Value] = msgspec.json.decode(said.config)
+        made = _Row(said.name, f"{study}/{said.name}", said.place, said.parent, said.epochs, config, said.attempts, said.took_s, said.error)
+        made.began_us = said.began_at
+        rows[made.name] = made
+    done = {head.name for head in _heads(session, f"{_DONE}{study}/", RefKind.TAG)}
+    places = len(rows)
+    for head in _heads(session, f"{study}/", RefKind.BRANCH):
+        name = head.name.removeprefix(f"{study}/")
+        row = rows.get(name) or _Row(name, head.name, places + len(rows))
+        row.head, row.is_done = head, f"{_DONE}{head.name}" in done
+        rows[name] = row
+    _read_attributes(session, rows)
+    strangers = [name for name, row in rows.items() if row.epochs is None and row.attributes.get("study") != study]
+    for name in strangers:  # a branch that happens to have such a name
+        del rows[name]
+    for row in rows.values():
+        if (row.attributes.get("study"), row.attributes.get("variant")) != (study, row.name):
+            row.attributes = {}
+    return rows
+
+
+def _heads(session: Session, prefix: str, kind: RefKind) -> list[Any]:
+    """The refs whose names begin with a prefix, with the states that they name."""
+    found = session.execute(_HEADS.where(_ref.c.kind == kind.value, _ref.c.name.startswith(prefix, autoescape=True)))
+    return [row for row in found if row.name.startswith(prefix)]  # SQLite's LIKE ignores case
+
+
+def _read_attributes(session: Session, rows: Mapping[str, _Row]) -> None:
+    found: defaultdict[int, dict[str, Value]] = defaultdict(dict)
+    for ids in batches(_head_ids(rows), _BATCH):
+        for row in session.execute(_VALUES, {"ids": ids, "keys": list(_ATTRIBUTES)}):
+            found[row.state_id][row.key] = row.text if row.type == "str" else row.number
+    for each in rows.values():
+        each.attributes = found.get(each.head.id, {}) if each.head is not None else {}
+
+
+def _learn(session: Session, rows: Mapping[str, _Row], living: Living | None) -> None:
+    """Add to each variant its metrics, what its branch holds, whether it is being trained, and where it forked."""
+    metrics: defaultdict[int, dict[str, float]] = defaultdict(dict)
+    for ids in batches(_head_ids(rows), _BATCH):
+        for state_id, key, value in session.execute(_METRICS, {"ids": ids}):
+            metrics[state_id][key] = math.nan if value is None else value
+    by_branch = {row.branch: row for row in rows.values()}
+    for names in batches(list(by_branch), _BATCH):
+        for branch, count, size, fork in session.execute(_HELD, {"names": names}):
+            row = by_branch[branch]
+            row.states, row.bytes, row.fork_branch = count, int(size or 0), fork
+        known = runs.by_ids(session, list(session.execute(_AT_WORK, {"names": names}).scalars()))
+        for run in known.values():
+            if run.branch is not None and living is not None and living(run) is Life.RUNNING:
+                by_branch[run.branch].is_running = True
+    for row in rows.values():
+        row.metrics = metrics.get(row.head.id, {}) if row.has_reported else {}
+        if row.epochs is None and row.fork_branch in by_branch:
+            row.parent = by_branch[row.fork_branch].name
+    for row in rows.values():
+        if row.parent == row.name or row.parent not in rows:
+            row.parent = None
+
+
+def _head_ids(rows: Mapping[str, _Row]) -> list[int]:
+    return [row.head.id for row in rows.values() if row.head is not None]
+
+
+# What is said
+
+
+def _tree(rows: Mapping[str, _Row]) -> Iterable[tuple[_Row, int]]:
+    """Each variant with its depth, parents before children; each once, whatever the rows say."""
+    children: defaultdict[str | None, list[_Row]] = defaultdict(list)
+    for row in sorted(rows.values(), key=lambda one: (one.place, one.name)):
+        children[row.parent].append(row)
+    waiting, seen = [(row, 0) for row in reversed(children[None])], set[str]()
+    while waiting:
+        row, depth = waiting.pop()
+        seen.add(row.name)
+        yield row, depth
+        waiting += [(child, depth + 1) for child in reversed(children[row.name])]
+    yield from ((row, 0) for row in rows.values() if row.name not in seen)  # members of a circle, which no plan has
+
+
+def _ranks(rows: Iterable[_Row], metric: str | None, direction: Direction) -> dict[str, int]:
+    sign = 1 if direction is Direction.MIN else -1
+    have = [(sign * value, row.name) for row in rows if row.is_done and (value := _value_studies(row, metric)) is not None]
+    have.sort(key=itemgetter(0))
+    ranks: dict[str, int] = {}
+    for place, (value, name) in enumerate(have):
+        is_tied = place > 0 and have[place - 1][0] == value
+        ranks[name] = ranks[have[place - 1][1]] if is_tied else place + 1
+    return ranks
+
+
+def _alike(rows: Mapping[str, _Row]) -> dict[str, tuple[str, ...]]:
+    """The finished variants that ended with the same bytes, by digest."""
+    found: defaultdict[str, list[str]] = defaultdict(list)
+    for row in rows.values():
+        if row.is_done and row.head is not None:
+            found[row.head.digest].append(row.name)
+    return {digest: tuple(names) for digest, names in found.items() if len(names) > 1}
+
+
+def _value_studies(row: _Row, metric: str | None) -> float | None:
+    value = row.metrics.get(metric or "")
+    return None if value is None or not math.isfinite(value) else value
+
+
+def _stage(rows: Mapping[str, _Row], row: _Row) -> tuple[Stage, str | None]:
+    """How far a variant has come, and why no further."""
+    if row.is_done:
+        return Stage.DONE, None
+    if row.is_running:
+        return Stage.RUNNING, None
+    if row.error is not None:
+        return Stage.FAILED, row.error
+    above, seen = row.parent, set[str]()
+    while above is not None and above not in seen:
+        seen.add(above)
+        if rows[above].error is not None and not rows[above].is_done:
+            return Stage.SKIPPED, f"{above} failed, from which it was to go on"
+        above = rows[above].parent
+    return (Stage.BEGUN if row.has_reported or row.began_us is not None else Stage.WAITING), None
+
+
+def _variant_of(
+    rows: Mapping[str, _Row],
+    row: _Row,
+    depth: int,
+    metric: str | None,
+    ranks: Mapping[str, int],
+    alike: Mapping[str, tuple[str, ...]],
+) -> StudyVariant:
+    stage, error = _stage(rows, row)
+    said, head = row.attributes, row.head if row.has_reported else None
+    others = alike.get(head.digest, ()) if head is not None and row.is_done else ()
+    return StudyVariant(
+        name=row.name,
+        branch=row.branch,
+        parent=row.parent,
+        depth=depth,
+        stage=stage,
+        epoch=_whole(said.get("epoch")),
+        epochs=row.epochs,
+        samples=_whole(said.get("samples")),
+        samples_all=_whole(said.get("samples_all")),
+        state=None if head is None else head.uid,
+        step=None if head is None else head.step,
+        status=None if head is None else Status(head.status),
+        value=_value_studies(row, metric),
+        rank=ranks.get(row.name),
+        metrics=dict(row.metrics),
+        config=dict(row.config),
+        set=None if said.get("variant_set") is None else str(said["variant_set"]),
+        took_s=row.took_s if row.attempts else None,
+        attempts=row.attempts,
+        states=row.states,
+        bytes=row.bytes,
+        began_at=None if row.began_us is None else from_us(row.began_us),
+        changed_at=None if head is None else from_us(head.created_at),
+        alike=tuple(name for name in others if name != row.name),
+        error=error,
+    )
+
+
+def _whole(value: Value) -> int | None:
+    return int(value) if isinstance(value, int | float) and math.isfinite(value) else None
+
+
+def _summaries(session: Session, names: Sequence[str]) -> list[Study]:
+    """Summaries of studies, in a few queries for all of them."""
+    refs = {row.name: row for row in session.execute(_STUDIES_REFS)}
+    planned: defaultdict[str, dict[str, Any]] = defaultdict(dict)
+    for row in session.execute(_PLANS):
+        planned[row.study][row.name] = row
+    variants = {name: list(planned.get(name, ())) or _told_by_branches(refs, name) for name in names}
+    branches = [f"{name}/{variant}" for name, found in variants.items() for variant in found if f"{name}/{variant}" in refs]
+    sizes = {row.branch: int(row.size or 0) for part in batches(branches, _BATCH) for row in session.execute(_HELD, {"names": part})}
+    return [_summary(name, variants[name], planned.get(name, {}), refs, sizes) for name in names]
+
+
+def _told_by_branches(refs: Mapping[str, Any], study: str) -> list[str]:
+    return [
+        name.removeprefix(f"{study}/") for name, row in refs.items() if row.kind == RefKind.BRANCH.value and name.startswith(f"{study}/")
+    ]
+
+
+def _summary(name: str, variants: Sequence[str], planned: Mapping[str, Any], refs: Mapping[str, Any], sizes: Mapping[str, int]) -> Study:
+    done = {variant for variant in variants if f"{_DONE}{name}/{variant}" in refs}
+    changed = [refs[branch].created_at for variant in variants if (branch := f"{name}/{variant}") in refs]
+    start = refs.get(_START + name)
+    return Study(
+        name=name,
+        start=None if start is None else start.uid,
+        variants=len(variants),
+        done=len(done),
+        failed=sum(row.error is not None and variant not in done for variant, row in planned.items()),
+        planned_at=from_us(min(row.planned_at for row in planned.values())) if planned else None,
+        changed_at=from_us(max(changed)) if changed else None,
+        took_s=float(sum(row.took_s for row in planned.values())),
+        bytes=sum(sizes.get(f"{name}/{variant}", 0) for variant in variants),
+    )
+
+
+# The statements
+
+_NEVER = from_us(0)
+_fork = _state.alias("fork")
+_parent = _segment.alias("parent")
+_ids = bindparam("ids", type_=BigInteger, expanding=True)
+_of = _variant.c.study == bindparam("of")
+_STUDIES = select(_variant.c.study).distinct()
+_PLANNED = select(_variant).where(_of).order_by(_variant.c.place)
+_PLANS = select(_variant.c.study, _variant.c.name, _variant.c.took_s, _variant.c.planned_at, _variant.c.error)
+_STUDIES_REFS = select(_ref.c.name, _ref.c.kind, _state.c.uid, _state.c.created_at).join_from(_ref, _state, _state.c.id == _ref.c.state_id)
+_VALUES = select(_attribute.c.state_id, _attribute.c.key, _attribute.c.type, _attribute.c.number, _attribute.c.text).where(
+    _attribute.c.state_id.in_(_ids), _attribute.c.key.in_(bindparam("keys", expanding=True))
+)
+_METRICS = select(_metric.c.state_id, _metric.c.key, _metric.c.value).where(_metric.c.state_id.in_(_ids))
+_HELD = (
+    select(_segment.c.branch, func.count(_state.c.id), func.sum(_state.c.bytes_new).label("size"), func.max(_parent.c.branch))
+    .outerjoin_from(_segment, _state, _state.c.segment_id == _segment.c.id)
+    .outerjoin(_fork, _fork.c.id == _segment.c.fork_id)
+    .outerjoin(_parent, _parent.c.id == _fork.c.segment_id)
+    .where(_segment.c.branch.in_(bindparam("names", expanding=True)))
+    .group_by(_segment.c.branch)
+)
+_AT_WORK = select(_run.c.id).where(
+    _run.c.branch.in_(bindparam("names", expanding=True)), _run.c.finished_at.is_(None), _run.c.process.is_not(None)
+)
+_HEADS = (
+    select(_ref.c.name, _state.c.id, _state.c.uid, _state.c.step, _state.c.status, _state.c.created_at, _state.c.digest)
+    .join_from(_ref, _state, _state.c.id == _ref.c.state_id)
+    .order_by(_ref.c.name)
+)
+
+
+# Merged states, with their parents and the weight of each.
+
+
+_KINDS = (EdgeKind.MERGE.value, EdgeKind.SOUP.value)
+
+
+@dataclass(frozen=True, slots=True)
+class Ingredient:
+    """A parent of a merged state. ``branch`` captured it; ``weight`` is its share, None if none was recorded."""
+
+    state: str
+    step: int
+    status: Status
+    branch: str | None
+    weight: float | None
+    value: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Merge:
+    """One merged state. ``method`` is that of ``Repository.merge``; ``refs`` are its names."""
+
+    state: str
+    step: int
+    status: Status
+    kind: EdgeKind
+    method: str | None
+    created_at: datetime
+    message: str | None
+    refs: tuple[str, ...]
+    value: float | None
+    parents: tuple[Ingredient, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Merges:
+    """Some merged states, the newest first. ``next`` continues ``after`` the last of them. ``values`` are of ``metric``."""
+
+    items: tuple[Merge, ...]
+    next: str | None
+    metric: str | None
+
+
+def merges(session: Session, *, metric: str | None = None, after: str | None = None, limit: int = 50) -> Merges:
+    """The merged states, the newest first; without ``metric`` it is the most relevant one that they or their parents have.
+
+    :raises NotFound: there is no state ``after``.
+    """
+    if limit < 1:
+        raise InvalidInput(f"limit is {limit}: a page has at least one merge")
+    before = None if after is None else id_of(session, after)
+    wanted = _NEWEST if before is None else _NEWEST.where(_edge.c.child_id < before)
+    ids = list(session.execute(wanted.limit(limit + 1)).scalars())
+    made = states(session, ids[:limit])
+    parents = {state.uid: state for state in _by_uid(session, sorted({uid for state in made for uid in state.parents}))}
+    if metric is None:
+        known = by_relevance(key for state in (*made, *parents.values()) for key in state.metrics)
+        metric = next(iter(known), None)
+    origins = branches_of(session, list(parents))
+    names = _names_merges(session, [state.uid for state in made])
+    items = tuple(_merge(state, parents, origins, names.get(state.uid, ()), metric) for state in made)
+    return Merges(items, items[-1].state if len(ids) > limit else None, metric)
+
+
+def _merge(state: State, parents: dict[str, State], origins: dict[str, str], refs: Sequence[str], metric: str | None) -> Merge:
+    weights = _weights(state)
+    members = [
+        Ingredient(uid, parents[uid].step, parents[uid].status, origins.get(uid), weight, _value_merges(parents[uid], metric))
+        for uid, weight in zip(state.parents, weights, strict=True)
+        if uid in parents
+    ]
+    method = state.attributes.get("merge.method")
+    return Merge(
+        state=state.uid,
+        step=state.step,
+        status=state.status,
+        kind=next((edge.kind for edge in state.edges if edge.kind.value in _KINDS), EdgeKind.MERGE),
+        method=None if method is None else str(method),
+        created_at=state.created_at,
+        message=state.message,
+        refs=tuple(refs),
+        value=_value_merges(state, metric),
+        parents=tuple(members),
+    )
+
+
+def _weights(state: State) -> list[float | None]:
+    """The weight of each parent, the first parent's first: from the recipe, else from the edges, where the first parent has none."""
+    try:
+        recorded = msgspec.json.decode(str(state.attributes.get("merge.weights")), type=list[float])
+    except msgspec.MsgspecError:
+        recorded = []
+    if len(recorded) == len(state.parents):
+        return [*recorded]
+    edges = {edge.parent: edge.weight for edge in state.edges}
+    return [edges.get(uid) for uid in state.parents]
+
+
+def _value_merges(state: State, metric: str | None) -> float | None:
+    value = state.metrics.get(metric or "")
+    return value if value is not None and math.isfinite(value) else None
+
+
+def _by_uid(session: Session, uids: Sequence[str]) -> list[State]:
+    found: list[State] = []
+    for some in batches(uids, _BATCH):
+        found += states(session, list(session.execute(_IDS, {"uids": some}).scalars()))
+    return found
+
+
+def _names_merges(session: Session, uids: Sequence[str]) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for uid, name in session.execute(_MERGES_REFS, {"uids": list(uids)}):
+        found.setdefault(uid, []).append(name)
+    return found
+
+
+_NEWEST = select(_edge.c.child_id).where(_edge.c.kind.in_(_KINDS)).group_by(_edge.c.child_id).order_by(_edge.c.child_id.desc())
+_IDS = select(_state.c.id).where(_state.c.uid.in_(bindparam("uids", expanding=True)))
+_MERGES_REFS = (
+    select(_state.c.uid, _ref.c.name)
+    .join_from(_ref, _state, _state.c.id == _ref.c.state_id)
+    .where(_state.c.uid.in_(bindparam("uids", expanding=True)))
+    .order_by(_ref.c.name)
+)
+
+
+# Stored reports on outliers: what they contain, and the samples that they rank highest, with
+# pictures.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """One report on outliers: over ``count`` samples, of which ``suspects`` were selected at ``noise_rate``.
+
+    The ``kept`` highest ranked of them are stored here. ``cost`` says what training and scoring took.
+    """
+
+    id: int
+    name: str
+    created_at: datetime
+    count: int
+    suspects: int
+    noise_rate: float
+    is_noise_rate_estimated: bool
+    kept: int
+    branches: tuple[str, ...]
+    cost: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportSample:
+    """One sample: ``rank`` 1 is the most suspicious. Losses are means: ``lineage_loss`` under states that may have been trained on it,
+    ``held_out_loss`` under those that were not. ``description`` is the user's.
+    """
+
+    rank: int
+    index: int
+    score: float | None
+    strength: float | None
+    lineage_loss: float | None
+    held_out_loss: float | None
+    spread: float | None
+    sources: int
+    is_suspect: bool
+    description: str | None
+    has_picture: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ReportDetail:
+    """A report with some of its samples by rank; ``next`` is the rank to continue ``after``, None after the last."""
+
+    report: Report
+    samples: tuple[ReportSample, ...]
+    next: int | None
+
+
+def reports(session: Session, *, limit: int | None = None) -> tuple[Report, ...]:
+    """The reports, the newest first."""
+    return tuple(_report_of(row) for row in session.execute(_REPORTS.limit(limit)))
+
+
+def report(session: Session, id_: int, *, after: int = 0, limit: int = 100) -> ReportDetail:
+    """One report, with its samples of the ranks after ``after``.
+
+    :raises NotFound: there is no report of this id.
+    """
+    row = session.execute(_REPORTS.where(_report.c.id == id_)).first()
+    if row is None:
+        raise NotFound(f"there is no report {id_}: outliers says which there are")
+    found = session.execute(_SAMPLES, {"id": id_, "after": after, "limit": limit + 1}).all()
+    samples = tuple(_sample_of(each) for each in found[:limit])
+    return ReportDetail(_report_of(row), samples, samples[-1].rank if len(found) > limit else None)
+
+
+def picture(session: Session, id_: int, index: int) -> bytes | None:
+    """The stored picture of a sample; None if it has none.
+
+    :raises NotFound: the report has no such sample.
+    """
+    row = session.execute(_PICTURE, {"id": id_, "index": index}).first()
+    if row is None:
+        raise NotFound(f"report {id_} has no sample {index} among those that it kept")
+    return None if row.picture is None else bytes(row.picture)
+
+
+def _report_of(row: Any) -> Report:
+    said: Mapping[str, Any] = msgspec.json.decode(row.body)
+    known = {key: said[key] for key in ("count", "suspects", "noise_rate", "is_noise_rate_estimated", "cost")}
+    return Report(id=row.id, name=row.name, created_at=from_us(row.created_at), kept=row.kept, branches=tuple(said["branches"]), **known)
+
+
+def _sample_of(row: Any) -> ReportSample:
+    return msgspec.convert(
+        {**msgspec.json.decode(row.body), "rank": row.rank, "index": row.sample, "has_picture": bool(row.has)}, ReportSample
+    )
+
+
+_kept = select(func.count()).where(_sample.c.report_id == _report.c.id).correlate(_report).scalar_subquery()
+_REPORTS = select(_report.c.id, _report.c.name, _report.c.created_at, _report.c.body, _kept.label("kept")).order_by(
+    _report.c.created_at.desc(), _report.c.id.desc()
+)
+_id = _sample.c.report_id == bindparam("id", type_=BigInteger)
+_SAMPLES = (
+    select(_sample.c.rank, _sample.c.sample, _sample.c.body, _sample.c.picture.is_not(None).label("has"))
+    .where(_id, _sample.c.rank > bindparam("after", type_=Integer))
+    .order_by(_sample.c.rank)
+    .limit(bindparam("limit", type_=Integer))
+)
+_PICTURE = select(_sample.c.picture).where(_id, _sample.c.sample == bindparam("index", type_=BigInteger))

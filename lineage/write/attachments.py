@@ -1,0 +1,261 @@
+"""What a study plans to train, and for each variant its cost and why it failed, beside the states that its training recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from sqlalchemy import bindparam, delete, insert, select, update
+from sqlalchemy.dialects import postgresql, sqlite
+
+from datastates import values
+from datastates.errors import Corrupt
+from datastates.lineage.lookup import Amended, amend, batches, id_of
+from datastates.lineage.schema import FolderRow, ReplicaRow, ReportRow, ReportSampleRow, SealRow, StateRow, VariantRow, table, to_us
+from datastates.system import logs
+from datastates.values import Value
+
+if TYPE_CHECKING:
+    from sqlalchemy.orm import Session
+
+_variant = table(VariantRow)
+_report = table(ReportRow)
+_sample = table(ReportSampleRow)
+_folder = table(FolderRow)
+_replica = table(ReplicaRow)
+_seal = table(SealRow)
+_state = table(StateRow)
+
+ERROR_CHARACTERS = 20_000
+"""How many characters of an error are kept: its first line, and its end, which says where it was raised."""
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """One variant as its plan has it: the variant that it continues from (None: the start), its epochs, and what it changes."""
+
+    name: str
+    parent: str | None
+    epochs: int
+    config: Mapping[str, Value]
+
+
+def plan(session: Session, study: str, variants: Sequence[Planned]) -> None:
+    """Note what a study is to train, in the order of its plan. What is known of variants planned before stays."""
+    known = {row["name"]: dict(row) for row in session.execute(_KNOWN, {"of": study}).mappings()}
+    rows = [_row(study, place, variant) for place, variant in enumerate(variants)]
+    new = [row | {"planned_at": to_us(None), "attempts": 0, "took_s": 0.0} for row in rows if row["name"] not in known]
+    if new:
+        session.execute(_PLAN, new)
+    changed = [row for row in rows if row["name"] in known and row != known[row["name"]]]
+    if changed:
+        session.connection().execute(_PLAN_AGAIN, [{f"new_{key}": value for key, value in row.items()} for row in changed])
+    amend(session, Amended.VARIANT, [str(row["name"]) for row in (*new, *changed)], study=study)
+
+
+def begin(session: Session, study: str, variant: str) -> None:
+    """Note that a worker begins to train a variant; this clears the error of an earlier attempt."""
+    session.execute(_BEGIN, {"of": study, "variant": variant, "now": to_us(None)})
+    amend(session, Amended.VARIANT, [variant], study=study)
+
+
+def end(session: Session, study: str, variant: str, took_s: float) -> None:
+    """Note that the worker ended normally, after ``took_s`` of training."""
+    session.execute(_END, {"of": study, "variant": variant, "now": to_us(None), "more_s": took_s})
+    amend(session, Amended.VARIANT, [variant], study=study)
+
+
+def fail(session: Session, study: str, variant: str, error: str) -> None:
+    """Note that an attempt failed, and why."""
+    session.execute(_FAIL, {"of": study, "variant": variant, "now": to_us(None), "why": _shortened(error)})
+    amend(session, Amended.VARIANT, [variant], study=study)
+
+
+def failures(session: Session, study: str, since: int) -> dict[str, str]:
+    """Why the last attempts at variants failed, for attempts that ended after ``since``, in microseconds."""
+    return {row.name: row.error for row in session.execute(_FAILURES, {"of": study, "since": since})}
+
+
+def _shortened(error: str) -> str:
+    """The error without secrets, in a form that every database accepts."""
+    said = logs.text(error.replace("\0", "?").encode("utf-8", "replace").decode())
+    if len(said) <= ERROR_CHARACTERS:
+        return said
+    first = said.partition("\n")[0][: ERROR_CHARACTERS // 4]
+    return f"{first}\n…\n{said[len(first) + 3 - ERROR_CHARACTERS :]}"
+
+
+def _row(study: str, place: int, variant: Planned) -> dict[str, object]:
+    config = msgspec.json.encode(logs.named(dict(variant.config))).decode()
+    return {"study": study, "name": variant.name, "place": place, "parent": variant.parent, "epochs": variant.epochs, "config": config}
+
+
+_is_it = (_variant.c.study == bindparam("of")) & (_variant.c.name == bindparam("variant"))
+_planned = [_variant.c[name] for name in ("study", "name", "place", "parent", "epochs", "config")]
+_KNOWN = select(*_planned).where(_variant.c.study == bindparam("of"))
+_PLAN = insert(_variant)
+_PLAN_AGAIN = (
+    update(_variant)
+    .where(_variant.c.study == bindparam("new_study"), _variant.c.name == bindparam("new_name"))
+    .values({name: bindparam(f"new_{name}") for name in ("place", "parent", "epochs", "config")})
+)
+_BEGIN = update(_variant).where(_is_it).values(began_at=bindparam("now"), ended_at=None, error=None, attempts=_variant.c.attempts + 1)
+_END = update(_variant).where(_is_it).values(ended_at=bindparam("now"), took_s=_variant.c.took_s + bindparam("more_s"))
+_FAIL = update(_variant).where(_is_it).values(ended_at=bindparam("now"), error=bindparam("why"))
+_FAILURES = select(_variant.c.name, _variant.c.error).where(
+    _variant.c.study == bindparam("of"), _variant.c.error.is_not(None), _variant.c.ended_at >= bindparam("since")
+)
+
+
+# Reports on outliers, stored for people to look at; a report replaces an earlier one of the same
+# name.
+
+
+@dataclass(frozen=True, slots=True)
+class NewSample:
+    """One sample of a report: its place, its index in the data, what is known of it, and a picture of it as an encoded image."""
+
+    rank: int
+    sample: int
+    facts: Mapping[str, Any]
+    picture: bytes | None = None
+
+
+def keep(session: Session, name: str, facts: Mapping[str, Any], samples: Iterable[NewSample]) -> int:
+    """Store a report; returns its id, which is that of an earlier report of this name. ``facts`` is what it says of the whole.
+
+    :raises InvalidInput: the name is not valid.
+    """
+    columns = {"name": values.key(name, "the name of a report"), "created_at": to_us(None), "body": _json(facts)}
+    id_ = session.execute(_FIND, {"of": name}).scalar()
+    if id_ is None:
+        made: Any = session.execute(_KEEP, columns)
+        id_ = int(made.inserted_primary_key[0])
+    else:
+        session.execute(_DROP_SAMPLES, {"id": id_})
+        session.execute(_report.update().where(_report.c.id == id_).values(columns))
+    rows = [
+        {"report_id": id_, "rank": each.rank, "sample": each.sample, "body": _json(each.facts), "picture": each.picture} for each in samples
+    ]
+    if rows:
+        session.execute(_KEEP_SAMPLES, rows)
+    amend(session, Amended.REPORT, [str(columns["name"])])
+    return id_
+
+
+def _json(facts: Mapping[str, Any]) -> str:
+    return msgspec.json.encode(facts).decode()
+
+
+_FIND = select(_report.c.id).where(_report.c.name == bindparam("of"))
+_KEEP = insert(_report)
+_KEEP_SAMPLES = insert(_sample)
+_DROP_SAMPLES = delete(_sample).where(_sample.c.report_id == bindparam("id"))
+
+
+# The folders of packs that a lineage knows, each by the uid stored in it, with where it was last
+# seen.
+
+
+@dataclass(frozen=True, slots=True)
+class Folder:
+    """One folder of packs: the path and the host name where it was last seen, so that people can find it."""
+
+    uid: str
+    path: str
+    host: str
+
+
+def note(session: Session, uid: str, *, path: str, host: str) -> None:
+    """Note where a folder was seen."""
+    row = {"uid": uid, "path": path, "host": host, "seen_at": to_us(None)}
+    session.execute(_UPSERT[session.get_bind().dialect.name], row)
+
+
+def get(session: Session, uid: str) -> Folder | None:
+    """The folder of this uid; None when it was never seen."""
+    row = session.execute(_GET, {"wanted": uid}).first()
+    return None if row is None else Folder(row.uid, row.path, row.host)
+
+
+def at(session: Session, path: object) -> list[str]:
+    """The uids of all folders that were last seen at a path."""
+    return list(session.execute(_AT, {"seen": str(path)}).scalars())
+
+
+def of_state(session: Session, uid: str) -> list[Folder]:
+    """The folders that hold a state's bytes, as they were reported.
+
+    :raises NotFound: there is no such state.
+    """
+    rows = session.execute(_OF_STATE, {"state": id_of(session, uid)})
+    return [Folder(row.uid, row.path, row.host) for row in rows]
+
+
+_GET = select(_folder).where(_folder.c.uid == bindparam("wanted"))
+_AT = select(_folder.c.uid).where(_folder.c.path == bindparam("seen"))
+_OF_STATE = (
+    select(_folder)
+    .join_from(_folder, _replica, _replica.c.node == _folder.c.uid)
+    .where(_replica.c.state_id == bindparam("state"))
+    .order_by(_folder.c.uid)
+)
+_sqlite = sqlite.insert(_folder)
+_postgresql = postgresql.insert(_folder)
+_SEEN = ("path", "host", "seen_at")
+_UPSERT = {
+    "sqlite": _sqlite.on_conflict_do_update(index_elements=["uid"], set_={name: _sqlite.excluded[name] for name in _SEEN}),
+    "postgresql": _postgresql.on_conflict_do_update(index_elements=["uid"], set_={name: _postgresql.excluded[name] for name in _SEEN}),
+}
+
+
+# Seals: a digest of what the chunks of a state held when it was first exported, imported or
+# verified.
+
+
+_BATCH = 500  # uids in one IN list
+
+
+def seals(session: Session, uids: Iterable[str]) -> dict[str, str]:
+    """The seal of each of these states that has one."""
+    found = dict[str, str]()
+    for some in batches(list(uids), _BATCH):
+        found.update((row.uid, row.digest) for row in session.execute(_SEALS, {"uids": some}))
+    return found
+
+
+def check(known: str | None, found: str, uid: str) -> None:
+    """Raise unless a state's seal equals the known one, or none is known.
+
+    :raises Corrupt: it differs.
+    """
+    if known is not None and known != found:
+        raise Corrupt(
+            f"state {uid} holds other bytes than when it was sealed ({found[:16]} now, {known[:16]} then), though their digests against "
+            "rot agree: they were forged on purpose; restore another state, or bring this one again from where it is sound"
+        )
+
+
+def seal(session: Session, uid: str, digest: str) -> None:
+    """Seal a state permanently.
+
+    :raises Corrupt: it has another seal.
+    """
+    made: Any = session.execute(_INSERT[session.connection().dialect.name], {"held": uid, "digest": digest})
+    if made.rowcount:
+        amend(session, Amended.SEAL, [uid])
+    check(seals(session, [uid]).get(uid), digest, uid)
+
+
+_SEALS = (
+    select(_state.c.uid, _seal.c.digest)
+    .join_from(_seal, _state, _state.c.id == _seal.c.state_id)
+    .where(_state.c.uid.in_(bindparam("uids", expanding=True)))
+)
+_HELD = select(_state.c.id, bindparam("digest", type_=_seal.c.digest.type)).where(_state.c.uid == bindparam("held"))
+_INSERT = {
+    name: make(_seal).from_select(["state_id", "digest"], _HELD).on_conflict_do_nothing()
+    for name, make in (("sqlite", sqlite.insert), ("postgresql", postgresql.insert))
+}

@@ -1,0 +1,301 @@
+"""What becomes durable goes onto the user's tiers too; one that fails holds up nothing, and is tried again."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import datastates
+from datastates import Config, Repository, Status, Tracker, Unavailable
+from datastates.lineage.query.names import replicas_of
+from datastates.maintenance.retention_pass import evict
+from datastates.policy.contract import CadenceChoice, Costs
+from datastates.state.manifest import Manifest
+from datastates.storage.tier import Payload, Placed, SupportsManifests, Tier
+from datastates.testing import WrappedTier
+from tests.storage.test_tiers import Archive
+
+PATIENCE_S = 60.0
+
+
+class Failing(Archive):
+    """An archive that can be away, and says when it was asked in vain."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.was_away = threading.Event()
+
+    def put(self, payload: Payload, *, base: object = None) -> Placed:
+        if self.is_away:
+            self.was_away.set()
+            raise OSError("no route to the archive")  # whatever a user's code raises
+        return super().put(payload, base=base)
+
+
+@pytest.fixture
+def model() -> torch.nn.Module:
+    return torch.nn.Linear(8, 8)
+
+
+@pytest.fixture
+def archive() -> Failing:
+    return Failing()
+
+
+@pytest.fixture
+def repo(tmp_path: Path, archive: Failing) -> Iterator[Repository]:
+    with datastates.open(tmp_path, config=Config(tiers=[archive], memory_bytes=32 << 20)) as opened:
+        yield opened
+
+
+@pytest.fixture
+def run(repo: Repository, model: torch.nn.Module) -> Iterator[Tracker]:
+    with repo.track(model=model) as tracker:
+        yield tracker
+
+
+def places(repo: Repository, uid: str) -> list[tuple[str, str]]:
+    with repo.core.reading() as session:
+        return [(one.tier, one.node) for one in replicas_of(session, uid)]
+
+
+def test_a_state_that_becomes_durable_is_put_onto_further_tiers_and_its_status_says_so(
+    repo: Repository, run: Tracker, archive: Failing
+) -> None:
+    first = run.capture().wait("external", PATIENCE_S)
+    assert (first.status, repo.state(first.uid).status) == (Status.EXTERNAL, Status.EXTERNAL)
+    assert ("archive", "") in places(repo, first.uid)
+    second = run.capture().wait("captured", PATIENCE_S)
+    assert (list(archive.uids()), second.status) == ([first.uid], Status.CAPTURED)
+
+
+def test_closing_waits_until_what_is_durable_is_put_further(tmp_path: Path, model: torch.nn.Module) -> None:
+    archive = Failing()
+    with datastates.open(tmp_path, config=Config(tiers=[archive])) as repo, repo.track(model=model) as run:
+        uid = run.capture().uid
+    assert list(archive.uids()) == [uid]
+    with datastates.open(tmp_path) as repo:
+        assert repo.state("main").status is Status.EXTERNAL
+
+
+def test_a_state_is_restored_from_a_further_tier_when_the_disk_is_gone(tmp_path: Path, model: torch.nn.Module) -> None:
+    archive = Failing()
+    with datastates.open(tmp_path, config=Config(tiers=[archive])) as repo, repo.track(model=model) as run:
+        run.capture()
+    weight = next(iter(model.parameters())).detach().clone()
+    shutil.rmtree(tmp_path / "packs")
+    again = Failing()
+    again.states = archive.states
+    with datastates.open(tmp_path, config=Config(tiers=[again])) as repo:
+        torch.equal(repo.load("main")["model"]["weight"], weight)
+        with repo.track(model=model) as run:
+            assert run.resumed_from is not None
+            run.capture().wait("durable", PATIENCE_S)  # on a disk that has nothing of the parent
+    with datastates.open(tmp_path) as repo, pytest.raises(Unavailable, match="cannot be restored"):
+        repo.load("main~1")
+
+
+def test_a_tier_that_fails_is_tried_again_with_the_next_state(
+    repo: Repository, run: Tracker, archive: Failing, caplog: pytest.LogCaptureFixture
+) -> None:
+    archive.is_away = True
+    first, second = run.capture(), run.capture()
+    for handle in (first, second):
+        assert handle.wait("durable", PATIENCE_S).status is Status.DURABLE
+    with pytest.raises(Unavailable, match="no route to the archive; it is tried again"):
+        first.wait("external", PATIENCE_S)
+    with pytest.raises(Unavailable, match="no route"):
+        second.wait("external", PATIENCE_S)
+    archive.is_away = False
+    third = run.capture()
+    third.wait("external", PATIENCE_S)
+    assert list(archive.uids()) == [first.uid, second.uid, third.uid], "in the order in which they became durable"
+    assert first.wait("external", PATIENCE_S).status is Status.EXTERNAL
+    said = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert [line for line in said if "no route" in line] == [said[0]], "once, not for each state"
+    assert said[-1] == "the archive tier takes states again"
+
+
+class Mute(BaseException):
+    """What foreign code may raise: no ``Exception``, and nothing that can be said."""
+
+    def __str__(self) -> str:
+        raise ArithmeticError
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), Mute()], ids=lambda error: type(error).__name__)
+def test_a_tier_that_ends_its_thread_does_not(
+    tmp_path: Path, error: BaseException, archive: Failing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(payload: Payload, *, base: object = None) -> Placed:
+        raise error
+
+    with datastates.open(tmp_path, config=Config(tiers=[archive], memory_bytes=32 << 20)) as repo:
+        with repo.track(weight=torch.zeros(8), rng=False) as run, monkeypatch.context() as away:
+            away.setattr(archive, "put", refuse)
+            first = run.capture()
+            first.wait("durable", PATIENCE_S)
+            repo.core.host().drain()
+            with pytest.raises(Unavailable, match=r"is durable and not on the archive tier: (3|Mute); it is tried again"):
+                first.wait("external", PATIENCE_S)
+            away.undo()
+            run.capture().wait("external", PATIENCE_S)
+        assert archive.has(first.uid)
+
+
+def test_a_state_that_has_rotted_is_not_put_further_and_holds_up_no_other(
+    repo: Repository, run: Tracker, archive: Failing, model: torch.nn.Module
+) -> None:
+    archive.is_away = True
+    rotten = run.capture()
+    rotten.wait("durable", PATIENCE_S)
+    assert archive.was_away.wait(PATIENCE_S)
+    (pack,) = repo.location.packs.glob("*.safetensors")
+    with pack.open("r+b") as file:
+        file.seek(-3, os.SEEK_END)
+        file.write(b"rot")
+    archive.is_away = False
+    torch.nn.init.zeros_(next(iter(model.parameters())))
+    sound = run.capture()
+    assert sound.wait("external", PATIENCE_S).status is Status.EXTERNAL
+    with pytest.raises(Unavailable, match="fail their digest"):
+        rotten.wait("external", PATIENCE_S)
+    assert list(archive.uids()) == [sound.uid]
+
+
+def test_what_could_not_be_put_further_by_the_end_stays_durable_and_is_said(
+    tmp_path: Path, model: torch.nn.Module, caplog: pytest.LogCaptureFixture
+) -> None:
+    archive = Failing()
+    archive.is_away = True
+    with datastates.open(tmp_path, config=Config(tiers=[archive])) as repo, repo.track(model=model) as run:
+        handle = run.capture()
+        handle.wait("durable", PATIENCE_S)
+        archive.was_away.wait(PATIENCE_S)
+    with pytest.raises(Unavailable, match="on the archive tier"):
+        handle.wait("external", PATIENCE_S)
+    assert f"not on the archive tier: 1 state that became durable, the last of them {handle.uid}" in caplog.messages
+    with datastates.open(tmp_path) as repo:
+        assert repo.state("main").status is Status.DURABLE
+
+
+def test_a_state_that_left_memory_is_waited_for_until_it_is_put_further(tmp_path: Path) -> None:
+    archive = Held(Failing())
+    model = torch.nn.Linear(1024, 1024)  # one slot: of two, memory holds one state while the next is captured
+    with datastates.open(tmp_path, config=Config(tiers=[archive], memory_bytes=8 << 20)) as repo, repo.track(model=model) as run:
+        first = run.capture()
+        first.wait("durable", PATIENCE_S)
+        assert archive.is_waiting.wait(PATIENCE_S)
+        for _ in range(4):
+            run.capture().wait("captured", PATIENCE_S)
+        captured = repo.core.tiers.captured
+        assert captured is not None
+        assert not captured.has(first.uid)
+        archive.go_on.set()
+        assert first.wait("external", PATIENCE_S).status is Status.EXTERNAL
+
+
+class Held(WrappedTier):
+    """Lets nothing in before it is told to."""
+
+    name = "held"
+
+    def __init__(self, inner: Tier) -> None:
+        super().__init__(inner)
+        self.is_waiting, self.go_on = threading.Event(), threading.Event()
+
+    def put(self, payload: Payload, *, base: Manifest | None = None) -> Placed:
+        self.is_waiting.set()
+        self.go_on.wait(PATIENCE_S)
+        return super().put(payload, base=base)
+
+
+class Knowing(WrappedTier):
+    """Notes which base it is offered."""
+
+    name = "knowing"
+
+    def __init__(self, inner: Tier) -> None:
+        super().__init__(inner)
+        self.bases: list[str | None] = []
+
+    def put(self, payload: Payload, *, base: Manifest | None = None) -> Placed:
+        self.bases.append(None if base is None else base.origin.uid)
+        return super().put(payload, base=base)
+
+    def manifest(self, uid: str) -> Manifest:
+        with self.inner.open(uid) as reader:
+            return reader.manifest
+
+
+def test_a_tier_that_shows_manifests_is_offered_that_of_the_parent(tmp_path: Path, model: torch.nn.Module) -> None:
+    tier = Knowing(Failing())
+    assert isinstance(tier, SupportsManifests)
+    with datastates.open(tmp_path, config=Config(tiers=[tier])) as repo, repo.track(model=model) as run:
+        first = run.capture().wait("external", PATIENCE_S)
+        run.capture().wait("external", PATIENCE_S)
+    assert tier.bases == [None, first.uid]
+
+
+def test_eviction_leaves_further_tiers_what_they_have(repo: Repository, run: Tracker) -> None:
+    first = run.capture().wait("external", PATIENCE_S)
+    run.capture().wait("external", PATIENCE_S)
+    evict(repo.core, first.uid)
+    assert (repo.state(first.uid).status, places(repo, first.uid)) == (Status.EXTERNAL, [("archive", "")])
+    assert repo.load(first.uid)["model"]["weight"].shape == (8, 8)
+
+
+@pytest.mark.parametrize("tiers", ["archive", 5, [object()]])
+def test_what_is_no_list_of_tiers_is_refused(tmp_path: Path, tiers: object) -> None:
+    with pytest.raises(datastates.InvalidInput, match="tiers"):
+        datastates.open(tmp_path, config=Config(tiers=tiers))  # type: ignore[arg-type]  # what users may give
+
+
+class EveryFourthFurther(datastates.Cadence):
+    """Writes each capture, and lets every fourth of them go on."""
+
+    __slots__ = ()
+
+    def choose(self, costs: Costs, current: CadenceChoice | None, /) -> CadenceChoice | None:
+        return current or CadenceChoice("mine", "for a test", every=1, further_every=4, costs=costs)
+
+
+def test_a_policy_lets_some_states_go_on_and_keeps_others_near_until_they_are_tagged(tmp_path: Path, archive: Failing) -> None:
+    config = Config(tiers=[archive], memory_bytes=32 << 20, cadence=EveryFourthFurther(1, None))
+    with datastates.open(tmp_path, config=config) as repo, repo.track(weight=torch.zeros(8), rng=False) as run:
+        while run.cadence.costs is None:
+            run.capture().wait("durable", PATIENCE_S)
+        assert run.cadence.costs.further_s is not None
+        states = [run.capture() for _ in range(9)]
+        repo.core.host().drain()
+        near = [state.uid for state in states if not archive.has(state.uid)]
+        assert 6 <= len(near) <= 7
+        repo.tag("kept", near[0])
+        repo.core.host().drain()
+        assert archive.has(near[0])
+        assert not archive.has(near[1])
+        states[-1].wait("external", PATIENCE_S)
+
+
+def test_a_state_that_was_kept_near_and_left_memory_goes_on_when_somebody_waits_for_it(tmp_path: Path, archive: Failing) -> None:
+    config = Config(tiers=[archive], memory_bytes=32 << 20, memory_latest=1, cadence=EveryFourthFurther(1, None))
+    with datastates.open(tmp_path, config=config) as repo, repo.track(weight=torch.zeros(8), rng=False) as run:
+        while run.cadence.costs is None:
+            run.capture().wait("durable", PATIENCE_S)
+        states = [run.capture() for _ in range(9)]
+        repo.core.host().drain()
+        near = next(state for state in states[:-1] if not archive.has(state.uid))
+        captured = repo.core.tiers.captured
+        assert captured is not None
+        while captured.has(near.uid):
+            run.capture().wait("durable", PATIENCE_S)
+        assert near.status is Status.DURABLE
+        assert near.wait("external", PATIENCE_S).status is Status.EXTERNAL
+        assert archive.has(near.uid)

@@ -1,0 +1,471 @@
+"""A lineage rebuilt from its folder alone: what was, as far as the folder was told of it; and said what it was not told."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from sqlalchemy import text
+
+import datastates
+from datastates import Config, Conflict, InvalidInput, NotFound, Repository, State
+from datastates.files.bundle import export_bundle, import_bundle
+from datastates.lineage.database import Database
+from datastates.lineage.query import news
+from datastates.lineage.states import Status
+from datastates.lineage.write import attachments
+from datastates.maintenance import chronicle
+from datastates.maintenance.chronicle import CHRONICLES, Chronicle, catch_up, chronicles
+from datastates.maintenance.location import DATABASE
+from datastates.maintenance.reindex import retell
+from datastates.maintenance.retention_pass import evict
+from tests.conftest import Postgresql
+from tests.support import warm
+
+QUIET = Config(memory_bytes=64 << 20, durable_interval_s=None)
+ROOT = Path(__file__).parents[2]
+
+
+def train(repo: Repository, branch: str, count: int, start: str | None = None) -> list[str]:
+    """States of which every second one is durable."""
+    weight = torch.zeros(30)
+    with repo.track(branch=branch, weight=weight, rng=False, config={"lr": 0.5}, durable_every=2, start=start) as run:
+        uids = []
+        for number in range(count):
+            weight += 1
+            loss = float("nan") if number == 1 else 1 / (number + 1)
+            uids.append(run.capture(metrics={"loss": loss}, attributes={"n": number}, message=f"{branch} {number}").wait().uid)
+        return uids
+
+
+@pytest.fixture
+def folder(made: Path, tmp_path: Path) -> Path:
+    """A copy of it, for each test."""
+    return Path(shutil.copytree(made, tmp_path / "runs"))
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """``fill``, done once."""
+    folder = tmp_path_factory.mktemp("made") / "runs"
+    fill(folder)
+    return folder
+
+
+def fill(folder: Path | str, packs: Path | None = None) -> None:
+    """A lineage with two branches, tags, moves, a deleted name, a merge, notes, and states whose bytes are gone."""
+    with datastates.open(folder, packs=packs, config=QUIET) as repo:
+        uids = train(repo, "main", 6)
+        repo.tag("warm", uids[3], message="the shared prefix")
+        train(repo, "fork", 4, start="warm")
+        repo.tag("gone", "main~1")
+        repo.delete_ref("gone")
+        repo.branch("back", "main")
+        repo.move("back", "main~2", expected="main")
+        repo.merge(["main", "fork"], only="weight", into="soup")
+        repo.notes.write("Diverges.", state="main")
+        repo.notes.write("Branch of branches.", branch="fork")
+        repo.notes.edit(repo.notes.write("x", state="warm").uid, "edited")
+    with datastates.open(folder, packs=packs, config=QUIET) as repo:
+        evict(repo.core, uids[1])
+
+
+def bare(state: State) -> State:
+    """What of a state is promised: all of it, but that what is gone is said to be lost or evicted, and which bytes were new."""
+    status = state.status if state.status.is_restorable else Status.EVICTED
+    return replace(state, status=status, bytes_new=0)
+
+
+def told(folder: Path | str, packs: Path | None = None) -> dict[str, object]:
+    """All that is to be the same."""
+    with datastates.open(folder, packs=packs, config=QUIET) as repo:
+        states = repo.find("step >= 0 order by created")
+        names = [*(ref.name for ref in repo.refs()), "gone"]
+        return {
+            "states": [bare(state) for state in states],
+            "refs": repo.refs(),
+            "reflogs": {name: repo.reflog(name) for name in names},
+            "notes": sorted(repo.notes, key=lambda note: note.uid),
+            "graph": sorted(repo.graph().edges),
+            "bytes": {state.uid: repo.load(state)["weight"].tolist() for state in states if state.status.is_restorable},
+            "best": repo.state("main@best:loss").uid,
+            "runs": sorted((run.uid, run.config.get("lr"), run.argv, run.branch) for run in repo.runs()),
+            "branches": [(each.name, each.states, each.best) for each in repo.overview("", metric="loss", sort="name")],
+        }
+
+
+def lose(folder: Path) -> None:
+    for path in folder.glob(f"{DATABASE}*"):
+        path.unlink()
+
+
+def test_everything_that_was_told_comes_back(folder: Path) -> None:
+    before = told(folder)
+    lose(folder)
+    with pytest.raises(NotFound, match="datastates reindex"):
+        datastates.open(folder)
+    progress: list[tuple[int, int]] = []
+    report = datastates.reindex(folder, on_progress=lambda *each: progress.append(each))
+    assert report.lacking == ()
+    assert (report.branches, report.tags, report.notes) == (4, 1, 3)
+    assert progress[-1] == (report.states, report.states)
+    after = told(folder)
+    for key in before:
+        assert after[key] == before[key], key
+    assert before["bytes"]
+
+
+def test_a_training_goes_on_with_a_lineage_that_was_rebuilt(folder: Path) -> None:
+    lose(folder)
+    datastates.reindex(folder)
+    with datastates.open(folder, config=QUIET) as repo:
+        head = repo.state("main")
+        weight = torch.zeros(30)
+        with repo.track(branch="main", weight=weight, rng=False) as run:
+            assert (run.step, float(weight[0])) == (head.step, 6)
+            state = run.capture().wait("durable")
+        assert state.parents == (head.uid,)
+        (branch,) = [each for each in repo.overview() if each.name == "main"]
+        assert branch.states == 7
+        assert not repo.verify().damage
+
+
+def test_a_folder_that_was_moved_to_another_place_keeps_all(folder: Path, tmp_path: Path) -> None:
+    before = told(folder)
+    moved = tmp_path / "elsewhere" / "deep"
+    moved.parent.mkdir()
+    shutil.move(folder, moved)
+    assert told(moved) == before
+    lose(moved)
+    datastates.reindex(moved)
+    assert told(moved) == before
+
+
+def test_packs_alone_become_a_repository_elsewhere(folder: Path, tmp_path: Path) -> None:
+    before = told(folder)
+    shutil.copytree(folder / "packs", tmp_path / "new" / "packs")
+    datastates.reindex(tmp_path / "new")
+    assert told(tmp_path / "new") == before
+
+
+def test_a_lineage_on_postgresql_comes_back_in_an_empty_database(postgresql: Postgresql, tmp_path: Path) -> None:
+    first, second = postgresql.migrated(), postgresql.migrated()
+    packs = tmp_path / "packs"
+    fill(first, packs)
+    before = told(first, packs)
+    with pytest.raises(Conflict, match="holds a lineage already"):
+        datastates.reindex(first, packs=packs)
+    assert datastates.reindex(second, packs=packs).lacking == ()
+    assert told(second, packs) == before
+    with datastates.open(second, packs=packs, config=QUIET) as repo:
+        evict(repo.core, before_warm := repo.state("warm~2").uid)
+        assert repo.gc().left == ()
+        assert repo.state(before_warm).status is Status.EVICTED
+        assert not repo.verify().damage
+    for url in (first, second):
+        postgresql.give_back(url)
+
+
+def test_a_chronicle_goes_on_where_a_rebuilt_lineage_numbers_its_rows_otherwise(postgresql: Postgresql, tmp_path: Path) -> None:
+    """PostgreSQL leaves gaps between the ids of rows, where a transaction was given up; the database that is made anew has none."""
+    first, second = postgresql.migrated(), postgresql.migrated()
+    packs = tmp_path / "packs"
+    database = Database(first)
+    with database.write() as session:
+        for name in ("run", "state", "ref_event", "clone", "amendment"):
+            session.execute(text(f"SELECT setval('{name}_id_seq', 1000)"))
+    database.close()
+    fill(first, packs)
+    assert datastates.reindex(second, packs=packs).lacking == ()
+    with datastates.open(second, packs=packs, config=QUIET) as repo:
+        late = train(repo, "late", 2)
+    (chronicle,) = chronicles(packs)
+    assert {state.uid for entry in chronicle.entries for state in entry.states} >= set(late)
+    for url in (first, second):
+        postgresql.give_back(url)
+
+
+def test_a_lineage_that_is_there_is_kept_unless_it_is_to_be_replaced(folder: Path) -> None:
+    before = told(folder)
+    with pytest.raises(Conflict, match="replace"):
+        datastates.reindex(folder)
+    report = datastates.reindex(folder, replace=True)
+    assert report.replaced is not None
+    assert Path(report.replaced).is_file()
+    assert told(folder) == before
+    assert {path.name for path in folder.iterdir()} >= {DATABASE, "packs", f"{DATABASE}.replaced-1"}
+
+
+def test_a_lineage_older_than_its_folder_gets_what_it_lacks(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    copy = folder.parent / "copy.db"
+    shutil.copy(folder / DATABASE, copy)
+    with datastates.open(folder, config=QUIET) as repo:
+        train(repo, "late", 4)
+        repo.tag("newer", "late")
+    before = told(folder)
+    lose(folder)
+    shutil.copy(copy, folder / DATABASE)
+    with datastates.open(folder, config=QUIET) as repo:
+        repo.gc()
+        with repo.track(branch="other", weight=torch.zeros(3), rng=False):
+            pass
+    assert "older than what its folder of packs was told" in caplog.text
+    with datastates.open(folder, config=QUIET) as repo:
+        assert any("does not know" in text for text in repo.gc().left)
+    datastates.reindex(folder, replace=True)
+    after = told(folder)
+    assert after["refs"] == before["refs"]
+    assert after["states"] == before["states"]
+
+
+def test_a_folder_of_an_earlier_version_tells_what_it_has(folder: Path) -> None:
+    with datastates.open(folder, config=QUIET) as repo:
+        durable = {state.uid: bare(state) for state in repo.find("step >= 0") if state.status.is_restorable}
+        head = repo.state("main").uid
+    lose(folder)
+    shutil.rmtree(folder / "packs" / CHRONICLES)
+    report = datastates.reindex(folder)
+    assert "no chronicle" in report.lacking[0]
+    assert "name a parent that is not known" in report.lacking[1]
+    with datastates.open(folder, config=QUIET) as repo:
+        found = {state.uid: state for state in repo.find("step >= 0")}
+        assert found.keys() == durable.keys()
+        for uid, state in durable.items():
+            for name in ("digest", "step", "attributes", "message", "created_at", "run"):
+                assert getattr(found[uid], name) == getattr(state, name)
+            assert repr(found[uid].metrics) == repr(state.metrics)
+        assert repo.state("main").uid == head
+        steps = sorted((state.step for state in durable.values() if state.message and state.message.startswith("main")), reverse=True)
+        assert [state.step for state in repo.log("main")] == steps
+        assert 2 not in steps, "what was evicted is not known, and its child hangs on to the one before"
+        assert repo.load("main")["weight"][0] == 6
+        weight = torch.zeros(30)
+        with repo.track(branch="main", weight=weight, rng=False):
+            assert weight[0] == 6
+
+
+def test_a_clock_that_jumped_back_changes_neither_ancestry_nor_heads(tmp_path: Path) -> None:
+    """Of the last states only manifests tell, and they say that they are older than what came before them."""
+    folder = tmp_path / "runs"
+    weight = torch.zeros(3)
+    with datastates.open(folder, config=QUIET) as repo, repo.track(weight=weight, rng=False) as run:
+        uids = [run.capture().wait("durable").uid for _ in range(4)]
+        manifests = {(uid, 0): repo.core.tiers.durable.manifest(uid) for uid in uids}
+    (chronicle,) = chronicles(folder / "packs")
+    for number, uid in enumerate(uids):
+        manifest = manifests[uid, 0]
+        origin = msgspec.structs.replace(manifest.origin, created_at_us=1_000_000 - number)
+        manifests[uid, 0] = msgspec.structs.replace(manifest, origin=origin)
+    alone = retell(None, manifests)
+    assert [line.uid for line in alone.states] == uids
+    assert alone.events[-1].new == uids[-1]
+    states = [state for entry in chronicle.entries for state in entry.states]
+    events = [event for entry in chronicle.entries for event in entry.events]
+    assert (states[0].uid, events[-1].new) == (uids[0], uids[-1])
+    first = msgspec.structs.replace(chronicle.entries[-1], states=tuple(states[:1]), events=tuple(events[:1]))
+    together = retell(Chronicle(chronicle.lineage, (first,), 0), {key: manifests[key] for key in manifests if key[0] in uids[1:]})
+    assert together.events[-1].new == uids[-1]
+    assert [line.parent for line in together.states] == [None, *uids[:-1]]
+
+
+@pytest.mark.parametrize("kind", ["cut", "flipped", "torn", "link", "fifo", "newer"])
+def test_a_chronicle_that_is_damaged_tells_what_is_left_and_manifests_the_rest(folder: Path, kind: str) -> None:
+    with datastates.open(folder, config=QUIET) as repo:
+        head, count = repo.state("main").uid, len(repo.find("step >= 0"))
+    (path,) = (folder / "packs" / CHRONICLES).iterdir()
+    data = bytearray(path.read_bytes())
+    lose(folder)
+    if kind in ("link", "fifo"):
+        path.unlink()
+        os.mkfifo(path) if kind == "fifo" else path.symlink_to("/etc/hostname")
+        with pytest.raises(datastates.Unavailable, match="cannot be read"):
+            datastates.reindex(folder)
+        return
+    if kind == "newer":
+        data[8:12] = (99).to_bytes(4, "little")
+        path.write_bytes(data)
+        with pytest.raises(datastates.Unavailable, match="version 99"):
+            datastates.reindex(folder)
+        return
+    if kind == "cut":
+        data = data[:-5]
+    elif kind == "flipped":
+        data[60] ^= 1
+    else:
+        data += b"DSCHRON\0 and then the machine was switched off"
+    path.write_bytes(data)
+    report = datastates.reindex(folder)
+    assert "are damaged" in report.lacking[0]
+    with datastates.open(folder, config=QUIET) as repo:
+        assert repo.state("main").uid == head
+        if kind == "torn":
+            assert len(repo.find("step >= 0")) == count
+        train(repo, "after", 2)
+    assert chronicles(folder / "packs")[0].damaged_bytes == 0, "it was written anew"
+
+
+def test_what_a_crash_left_of_a_frame_is_cut_off_by_the_next_writer(folder: Path) -> None:
+    packs = folder / "packs"
+    (path,) = (packs / CHRONICLES).iterdir()
+    whole = path.read_bytes()
+    with datastates.open(folder, config=QUIET) as repo:
+        for cut in (1, 9, 40):
+            path.write_bytes(whole[:-cut])
+            assert catch_up(repo.core.database, packs)
+            (found,) = chronicles(packs)
+            assert found.damaged_bytes == 0
+            assert sum(len(entry.states) for entry in found.entries) == len(repo.find("step >= 0"))
+
+
+def test_a_folder_of_two_lineages_says_so(folder: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    datastates.open(other, config=QUIET).close()
+    with datastates.open(other, packs=folder / "packs", config=QUIET) as repo:
+        theirs = train(repo, "theirs", 2)
+    before = told(folder)
+    lose(folder)
+    with pytest.raises(InvalidInput, match="serves 2 lineages"):
+        datastates.reindex(folder)
+    uid = next(each.lineage for each in chronicles(folder / "packs") if theirs[0] not in str(each.entries))
+    datastates.reindex(folder, lineage=uid)
+    assert told(folder) == before
+    with pytest.raises(NotFound, match="no lineage 'x'"):
+        datastates.reindex(folder, lineage="x", replace=True)
+
+
+def test_states_that_another_lineage_took_in_come_back_and_stay(folder: Path, tmp_path: Path) -> None:
+    """Those that it names only as ancestors of what it took in are ours no less."""
+    packs, other = folder / "packs", tmp_path / "other"
+    (ours,) = chronicles(packs)
+    with datastates.open(folder, config=QUIET) as repo:
+        export_bundle(repo, ["main"], tmp_path / "bundle")
+        head = repo.state("main").uid
+    datastates.open(other, config=QUIET).close()
+    with datastates.open(other, packs=packs, config=QUIET) as second:
+        import_bundle(second, tmp_path / "bundle")
+        second.branch("mine", head)
+    before = told(folder)
+    lose(folder)
+    report = datastates.reindex(folder, lineage=ours.lineage)
+    assert report.lacking == ()
+    assert told(folder) == before
+    with datastates.open(folder, config=QUIET) as repo:
+        assert repo.gc().states == ()
+    with datastates.open(other, packs=packs, config=QUIET) as second:
+        assert second.load("mine")["weight"][0] == 6
+
+
+def test_a_folder_that_lost_its_identity_gets_one_under_which_its_states_are_known(folder: Path) -> None:
+    """As when it was brought here by a program that leaves out hidden files."""
+    packs = folder / "packs"
+    (packs / ".identity").unlink()
+    lose(folder)
+    datastates.reindex(folder)
+    with datastates.open(folder, config=QUIET) as repo:
+        durable = [state.uid for state in repo.find("step >= 0") if state.status is Status.DURABLE]
+        (packs / f"{durable[0]}.0.manifest").unlink()
+        assert repo.verify().hurt == (durable[0],)
+        assert repo.prune("latest:1", dry_run=True).dropped
+
+
+def test_news_too_large_for_one_frame_are_told_in_several(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chronicle, "_FULL_BYTES", 2000)
+    with datastates.open(tmp_path / "runs", config=QUIET) as repo:
+        uids = train(repo, "main", 30)
+        assert catch_up(repo.core.database, repo.location.packs)
+    (found,) = chronicles(tmp_path / "runs" / "packs")
+    told = [state.uid for entry in found.entries for state in entry.states]
+    assert list(dict.fromkeys(told)) == uids, "the thread of the repository may tell some of them too"
+    assert len(found.entries) > 4
+
+
+def test_reports_are_told_one_by_one_and_without_pictures_that_are_too_large_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(news, "_PICTURES_BYTES", 300)
+    with datastates.open(tmp_path / "runs", config=QUIET) as repo:
+        with repo.core.writing() as session:
+            for name, size in (("a", 100), ("b", 200), ("c", 100)):
+                attachments.keep(session, name, {}, [attachments.NewSample(rank, rank, {}, bytes(size)) for rank in range(2)])
+        chronicle.tell_anew(repo.core.database, repo.location.packs)
+    (found,) = chronicles(tmp_path / "runs" / "packs")
+    assert found.damaged_bytes == 0
+    told = [[(each.name, [sample.picture for sample in each.samples]) for each in entry.reports] for entry in found.entries]
+    assert [each for each in told if each] == [[("a", [bytes(100)] * 2)], [("b", [None] * 2)], [("c", [bytes(100)] * 2)]]
+
+
+def test_nothing_is_rebuilt_under_a_training_that_goes_on(folder: Path) -> None:
+    with datastates.open(folder, config=QUIET) as repo:
+        repo.track(branch="main", weight=torch.zeros(30), rng=False)
+        with pytest.raises(Conflict, match="goes on in"):
+            datastates.reindex(folder, replace=True)
+
+
+def test_a_folder_that_is_none_is_refused_and_nothing_is_made(tmp_path: Path) -> None:
+    with pytest.raises(NotFound, match="no folder of packs"):
+        datastates.reindex(tmp_path / "nothing")
+    assert not (tmp_path / "nothing").exists()
+
+
+_KILLED = """
+import os, sys
+import datastates
+from datastates.maintenance import reindex as module
+kind = sys.argv[2]
+if kind == "midway":
+    datastates.reindex(sys.argv[1], replace=True, on_progress=lambda done, total: os._exit(9))
+elif kind == "written":
+    module.sync_folder = lambda path: None
+    module._put_aside = lambda path: os._exit(9)
+    datastates.reindex(sys.argv[1], replace=True)
+elif kind == "aside":
+    os.rename = lambda *paths, rename=os.rename: os._exit(9) if str(paths[1]).endswith("lineage.db") else rename(*paths)
+    datastates.reindex(sys.argv[1], replace=True)
+"""
+
+
+@pytest.mark.parametrize("kind", ["midway", "written", "aside"])
+def test_a_rebuilding_that_is_killed_can_be_done_again(folder: Path, kind: str) -> None:
+    before = told(folder)
+    done = warm.run([sys.executable, "-c", _KILLED, str(folder), kind], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 9, done.stderr
+    if kind != "aside":
+        assert told(folder) == before, "the lineage that was there is untouched"
+    datastates.reindex(folder, replace=True)
+    assert told(folder) == before
+    assert not list(folder.glob(".reindex*"))
+
+
+def test_an_argument_of_the_command_line_that_is_no_text_keeps_nothing_from_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = os.fsdecode(b"caf\xe9.txt")  # a file's name in another encoding, as a shell hands it over
+    monkeypatch.setattr(sys, "argv", ["train.py", name])
+    with datastates.open(tmp_path / "runs", config=QUIET) as repo:
+        train(repo, "main", 2)
+    (tmp_path / "runs" / DATABASE).unlink()
+    datastates.reindex(tmp_path / "runs")
+    with datastates.open(tmp_path / "runs", config=QUIET) as repo:
+        assert repo.state("main").step == 2
+        assert {run.argv for run in repo.runs()} == {("train.py", "caf\\udce9.txt")}
+
+
+def test_metrics_that_were_added_later_come_back(folder: Path) -> None:
+    with datastates.open(folder, config=QUIET) as repo:
+        uid = repo.annotate("main~1", metrics={"test": 0.25}, attributes={"seen": True}).uid
+        repo.annotate("main~1", metrics={"loss": 0.75}, replace=True, author="ann")
+        before, log = repo.state(uid), [event.reason for event in repo.reflog(uid)]
+    datastates.reindex(folder, replace=True)
+    with datastates.open(folder, config=QUIET) as repo:
+        after = repo.state(uid)
+        assert (after.metrics, after.attributes) == (before.metrics, before.attributes)
+        assert after.metrics["test"] == 0.25
+        assert [event.reason for event in repo.reflog(uid)] == log
+        assert repo.state("main@best:test").uid == uid
+        assert uid not in [ref.name for ref in repo.refs()]

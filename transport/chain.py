@@ -1,0 +1,488 @@
+"""Forwarding: a source over a sink that is still being filled, and the order in which receivers take from each other."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Self
+
+from datastates.errors import DatastatesError, Disconnected, InvalidInput, NotFound, Unavailable
+from datastates.system.logs import Seldom
+
+from .contract import Sink, Source, Tls, Transport
+from .fetch import Fetched, fetch
+from .handshake import may_dial
+from .protocol import BODY_BYTES, Identity, Offer, RefRecord, StatePage, StateRecord
+from .sending import Feed
+from .server import Server
+from .session import Session
+
+RECEIVERS = 1000
+"""The most receivers in the chain of one state; the server itself serves those beyond."""
+
+STATES = 1000
+"""The most states that have a chain at once."""
+
+
+class Relay:
+    """A sink that serves what it has accepted. Fill it in place of ``sink``; give each peer the result of ``open``.
+
+    It is a ``Sink`` and a ``Source``. Every method is safe from any thread.
+    """
+
+    def __init__(self, manifest: bytes, sink: Sink) -> None:
+        self._manifest, self._sink = manifest, sink
+        self._lock = threading.Lock()
+        self._coming = set(sink.missing())
+        self._waiting: dict[int, list[asyncio.Future[None]]] = {}
+        self._error: DatastatesError | None = None
+        self._readers: set[_Reader] = set()
+        self._idle: list[asyncio.Future[None]] = []
+
+    @property
+    def manifest(self) -> bytes:
+        """See ``Source.manifest``."""
+        return self._manifest
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """See both contracts."""
+        return self._sink.lengths
+
+    # --- the sink -----------------------------------------------------------------------------------------------------
+
+    def missing(self) -> Sequence[int]:
+        """See ``Sink.missing``."""
+        return self._sink.missing()
+
+    def buffers(self, index: int) -> Sequence[memoryview] | None:
+        """See ``Sink.buffers``."""
+        return self._sink.buffers(index)
+
+    def accept(self, index: int) -> bool:
+        """See ``Sink.accept``; also wakes the callers that wait for the chunk."""
+        if not self._sink.accept(index):
+            return False
+        with self._lock:
+            self._coming.discard(index)
+            waiting = self._waiting.pop(index, [])
+        _wake(waiting)
+        return True
+
+    def forget(self, index: int) -> None:
+        """See ``Sink.forget``."""
+        self._sink.forget(index)
+
+    def pieces(self, index: int) -> Sequence[memoryview] | None:
+        """See ``Sink.pieces``."""
+        return self._sink.pieces(index)
+
+    # --- the source ---------------------------------------------------------------------------------------------------
+
+    def open(self) -> Source:
+        """The state, for one peer that takes it from here.
+
+        :raises Unavailable: nothing is served any more.
+        """
+        with self._lock:
+            if self._error is not None:
+                raise _unavailable(self._error)
+            reader = _Reader(self)
+            self._readers.add(reader)
+        return reader
+
+    async def chunk(self, index: int) -> Sequence[memoryview]:
+        """The bytes of a chunk, once it is accepted here.
+
+        :raises Unavailable: it will not be accepted, or its bytes are not kept.
+        """
+        with self._lock:
+            if self._error is not None:
+                raise _unavailable(self._error)
+            future = asyncio.get_running_loop().create_future() if index in self._coming else None
+            if future is not None:
+                self._waiting.setdefault(index, []).append(future)
+        if future is not None:
+            await self._accepted(index, future)
+        pieces = self._sink.pieces(index)
+        if pieces is None:
+            raise Unavailable(f"chunk {index} is not kept by this receiver, which was not asked to fetch it: take it from the source")
+        return pieces
+
+    def fail(self, error: DatastatesError) -> None:
+        """End this clone, which has failed for good or is over: waiting peers get ``Unavailable``, and nothing more is served.
+
+        Do not call it when only one source failed and the clone continues with another.
+        """
+        with self._lock:
+            if self._error is not None:
+                return
+            self._error = error
+            waiting = [future for futures in self._waiting.values() for future in futures]
+            self._waiting.clear()
+        _wake(waiting)
+
+    def close(self) -> None:
+        """Serve nothing more; idempotent. Peers may still read bytes that they were given, until ``idle``."""
+        self.fail(Unavailable("this receiver forwards no more: take the state from the source"))
+
+    async def idle(self) -> None:
+        """Wait until no peer holds this open any more: then nobody reads the sink's memory."""
+        with self._lock:
+            if not self._readers:
+                return
+            future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._idle.append(future)
+        await future
+
+    @property
+    def readers(self) -> int:
+        """The number of peers that hold this open."""
+        return len(self._readers)
+
+    async def _accepted(self, index: int, future: asyncio.Future[None]) -> None:
+        try:
+            await future
+        finally:
+            with self._lock:
+                if future in (waiting := self._waiting.get(index, [])):
+                    waiting.remove(future)
+                if not waiting:
+                    self._waiting.pop(index, None)
+                error = self._error if index in self._coming else None
+        if error is not None:
+            raise _unavailable(error)
+
+    def _leave(self, reader: _Reader) -> None:
+        with self._lock:
+            self._readers.discard(reader)
+            idle = [] if self._readers else self._idle
+            self._idle = [] if not self._readers else self._idle
+        _wake(idle)
+
+
+class _Reader:
+    """A relay as one peer holds it open."""
+
+    def __init__(self, relay: Relay) -> None:
+        self._relay = relay
+
+    @property
+    def manifest(self) -> bytes:
+        return self._relay.manifest
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        return self._relay.lengths
+
+    async def chunk(self, index: int) -> Sequence[memoryview]:
+        return await self._relay.chunk(index)
+
+    def close(self) -> None:
+        self._relay._leave(self)
+
+
+@dataclass(slots=True)
+class _Chain:
+    """The receivers that forward a state, in order, and the one that each was told to take it from (None: the server itself)."""
+
+    order: list[str] = field(default_factory=list)
+    above: dict[str, str | None] = field(default_factory=dict)
+
+    def is_fed_by(self, url: str, other: str) -> bool:
+        """Whether the bytes that ``url`` gets pass through ``other``."""
+        seen = set()
+        at: str | None = url
+        while at is not None and at not in seen:
+            if at == other:
+                return True
+            seen.add(at)
+            at = self.above.get(at)
+        return False
+
+
+class Chains:
+    """The chains of one server: receivers form a line, so that only one copy leaves the server. Belongs to the loop thread."""
+
+    def __init__(self) -> None:
+        self._chains: dict[str, _Chain] = {}
+
+    def join(self, uid: str, relay_url: str, failed: Sequence[str]) -> str | None:
+        """Put a receiver at the end of the line, or let it ask again from its place. Returns the url to ask; None: this server.
+
+        The receivers in ``failed`` did not answer it; they leave the line. No receiver is sent to one that waits for it.
+        """
+        chain = self._chains.get(uid)
+        if chain is None:
+            if len(self._chains) >= STATES:
+                return None
+            chain = self._chains[uid] = _Chain()
+        chain.order = [url for url in chain.order if url == relay_url or url not in failed]
+        if relay_url not in chain.order:
+            if len(chain.above) >= RECEIVERS and relay_url not in chain.above:
+                return None
+            chain.order.append(relay_url)
+        ahead = chain.order[: chain.order.index(relay_url)]
+        upstream = next((url for url in reversed(ahead) if not chain.is_fed_by(url, relay_url)), None)
+        chain.above[relay_url] = upstream
+        return upstream
+
+    def leave(self, uid: str, relay_url: str) -> None:
+        """Remove a receiver that serves no more; idempotent."""
+        chain = self._chains.get(uid)
+        if chain is None:
+            return
+        chain.order = [url for url in chain.order if url != relay_url]
+        chain.above.pop(relay_url, None)
+        if not chain.above:
+            del self._chains[uid]
+
+    def line(self, uid: str) -> tuple[str, ...]:
+        """The receivers that forward a state, in order."""
+        chain = self._chains.get(uid)
+        return () if chain is None else tuple(chain.order)
+
+
+def _wake(futures: Sequence[asyncio.Future[None]]) -> None:
+    for future in futures:
+        future.get_loop().call_soon_threadsafe(_set, future)
+
+
+def _set(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
+
+
+def _unavailable(error: DatastatesError) -> Unavailable:
+    """A new error for each waiting task: raising one object in several tasks would mix up their tracebacks."""
+    made = Unavailable(f"the peer that forwards this state has given up: {error}")
+    made.__cause__ = error
+    return made
+
+
+# A receiver in a chain: it takes a state from the receiver ahead, and serves what it has verified
+# to the one behind.
+
+
+_logger = logging.getLogger(__name__)
+_logger.addFilter(Seldom())
+_LINGER_S = 30.0
+_TRIES = 8
+_FAILED = 100
+_SPARE_BYTES = 4 << 10
+
+Connect = Callable[[str], Awaitable[Session]]
+
+
+class Forwarder:
+    """Created by ``join``; every coroutine belongs to the loop thread. The session with the source stays open while it forwards."""
+
+    def __init__(self, url: str, uid: str, session: Session, connect: Connect, server: Server, store: _RelayStore) -> None:
+        self._url, self._uid, self._session, self._connect = url, uid, session, connect
+        self._server, self._store = server, store
+        self._upstream: tuple[str, Session] | None = None
+        self._failed: list[str] = []
+        self._origin: Feed | None = None
+        self._feed: Feed
+        self.manifest = b""
+        self.repository = ""
+
+    @classmethod
+    async def join(
+        cls, url: str, uid: str, *, connect: Connect, transport: Transport, token: bytes, tls: Tls | None, data: str = "auto"
+    ) -> Self:
+        """Connect to the source at ``url``, listen on the address that faces it, and announce that to the source.
+
+        :raises Unavailable: the source does not have the state's bytes.
+        """
+        session = await connect(url)
+        store = _RelayStore(uid, session.identity)
+        if tls is not None and tls.certificate is None:
+            await session.close()
+            raise InvalidInput(
+                "a chain with TLS needs a certificate at every receiver, which serves the state too: give tls.certificate and tls.key"
+            )
+        server = Server(
+            store, _own_url(transport, session), transport=transport, token=token, tls=tls, timeout_s=session.timeout_s, data=data
+        )
+        try:
+            await server.start()
+            self = cls(url, uid, session, connect, server, store)
+            self._feed = await self._ask()
+        except BaseException:
+            await server.close(grace_s=0)
+            await session.close()
+            raise
+        self.repository = session.identity.repository if session.identity is not None else ""
+        return self
+
+    async def fetch(self, sink: Sink, *, timeout_s: float, on_progress: Callable[[int, int], None] | None) -> Fetched:
+        """Fill ``sink`` from the receiver ahead, or from the next one when that fails, and finally from the source itself."""
+        relay = Relay(self.manifest, sink)
+        self._store.relay.set_result(relay)
+        counted = _Counted(sum(sink.lengths[index] for index in sink.missing()), on_progress)
+        began = asyncio.get_running_loop().time()
+        while True:
+            counted.begin(self._feed.name)
+            try:
+                fetched = await fetch(relay, [self._feed], origin=self._origin, timeout_s=timeout_s, on_progress=counted)
+            except (Disconnected, Unavailable) as exc:
+                if self._upstream is None or len(self._failed) >= _TRIES or not self._session.is_open:
+                    relay.fail(exc)
+                    raise
+                _logger.info("%s failed while it forwarded %s: asking the source again (%s)", self._upstream[0], self._uid[:10], exc)
+                self._failed.append(self._upstream[0])
+                self._feed = await self._ask()
+            except DatastatesError as exc:
+                relay.fail(exc)
+                raise
+            else:
+                return Fetched(counted.bytes_by_feed(), fetched.chunks, asyncio.get_running_loop().time() - began, fetched.lost)
+
+    async def drain(self) -> None:
+        """Wait, for up to half a minute, until the receivers behind have everything that was promised to them."""
+        if not self._store.relay.done():
+            return
+        relay = self._store.relay.result()
+        self._store.is_closing = True
+        try:
+            await asyncio.wait_for(relay.idle(), _LINGER_S)
+        except TimeoutError:
+            _logger.warning("a receiver behind this one is too slow: it takes the rest of %s from the source", self._uid[:10])
+
+    async def close(self) -> None:
+        """Stop forwarding; idempotent."""
+        if self._store.relay.done() and not self._store.relay.cancelled():
+            self._store.relay.result().close()
+        else:
+            self._store.relay.cancel()
+        await self._server.close(grace_s=0)
+        if self._upstream is not None:
+            await self._upstream[1].close()
+        await self._session.close()
+
+    async def _ask(self) -> Feed:
+        """The feed to use now; the source says from which receiver."""
+        while True:
+            if self._upstream is not None:
+                await self._upstream[1].close()
+                self._upstream = None
+            is_tired = len(self._failed) >= _TRIES  # after so many tries the source itself is asked for the bytes
+            opened, origin = await self._session.open(
+                self._uid, relay=self._server.url, failed=self._failed[-_FAILED:], here=is_tired, limit=self._limit()
+            )
+            before, self._origin = self._origin, origin
+            if before is not None:
+                await before.close()
+            self.manifest = opened.manifest
+            if opened.upstream is None or is_tired:
+                return origin
+            if not may_dial(opened.upstream, self._session.remote):
+                _logger.warning("%s sends this receiver to %r, which it does not dial", self._url, opened.upstream[:100])
+                self._failed.append(opened.upstream)
+                continue
+            try:
+                session = await self._connect(opened.upstream)
+            except DatastatesError:
+                self._failed.append(opened.upstream)
+                continue
+            self._upstream = (opened.upstream, session)
+            try:
+                its, feed = await session.open(self._uid, limit=self._limit())
+            except DatastatesError:
+                self._failed.append(opened.upstream)
+                continue
+            if its.manifest != opened.manifest:
+                self._failed.append(opened.upstream)
+                continue
+            return feed
+
+    def _limit(self) -> int:
+        """The limit for what a peer says of a known state: no more than was said of it before, plus where its chunks are."""
+        if self._origin is None:
+            return BODY_BYTES
+        return len(self._origin.manifest) + 16 * len(self._origin.lengths) + _SPARE_BYTES
+
+
+class _RelayStore:
+    """Serves one state, as far as it has come."""
+
+    def __init__(self, uid: str, identity: Identity | None) -> None:
+        self._uid, self._identity = uid, identity
+        self._loop = asyncio.get_running_loop()
+        self.relay: asyncio.Future[Relay] = self._loop.create_future()
+        self.is_closing = False
+
+    def identity(self) -> Identity:
+        return self._identity or Identity("", "", "")
+
+    def refs(self) -> list[RefRecord]:
+        raise _only_forwards()
+
+    def find(self, query: str, limit: int, after: str | None) -> StatePage:
+        raise _only_forwards()
+
+    def log(self, rev: str, limit: int, after: str | None) -> StatePage:
+        raise _only_forwards()
+
+    def resolve(self, rev: str) -> StateRecord:
+        raise _only_forwards()
+
+    def open(self, uid: str) -> Source:
+        if uid != self._uid:
+            raise NotFound(f"this process forwards state {self._uid[:10]} only, not {uid[:10]}: ask the source")
+        if self.is_closing:
+            raise Unavailable("this receiver is done and forwards no more: take the state from the source")
+        return asyncio.run_coroutine_threadsafe(self._relay(), self._loop).result().open()
+
+    async def _relay(self) -> Relay:
+        try:
+            return await asyncio.shield(self.relay)
+        except asyncio.CancelledError:
+            raise Unavailable("this receiver gave up before it began: take the state from the source") from None
+
+    def check_writable(self) -> None:
+        raise _only_forwards()
+
+    def receive(self, offer: Offer) -> Sink:
+        raise _only_forwards()
+
+    def received(self, offer: Offer, sink: Sink) -> StateRecord:
+        raise _only_forwards()
+
+    def abandon(self, offer: Offer, sink: Sink) -> None:
+        raise _only_forwards()
+
+
+def _only_forwards() -> InvalidInput:
+    return InvalidInput("this process only forwards a state that it is cloning: ask the source")
+
+
+def _own_url(transport: Transport, session: Session) -> str:
+    host = session.host
+    return f"{transport.scheme}://" if host is None else f"{transport.scheme}://{f'[{host}]' if ':' in host else host}:0"
+
+
+class _Counted:
+    """Counts progress over several attempts, and how much came from which source."""
+
+    def __init__(self, total: int, on_progress: Callable[[int, int], None] | None) -> None:
+        self._total, self._on_progress = total, on_progress
+        self._by_feed: dict[str, int] = {}
+        self._name, self._before, self._done = "", 0, 0
+
+    def begin(self, name: str) -> None:
+        self._name, self._before = name, self._done
+
+    def __call__(self, done: int, total: int) -> None:
+        self._done = self._total - total + done
+        self._by_feed[self._name] = self._by_feed.get(self._name, 0) + self._done - self._before
+        self._before = self._done
+        if self._on_progress is not None:
+            self._on_progress(self._done, self._total)
+
+    def bytes_by_feed(self) -> dict[str, int]:
+        return dict(self._by_feed)

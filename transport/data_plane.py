@@ -1,0 +1,213 @@
+"""A session's end of the data plane: a link made on first use, and dropped as a whole when buffers must be taken back.
+
+Both ends must drop theirs, or else what is sent over the old one hangs and breaks the new one. So each reset begins a *generation*, whose
+number travels with each request, and an end that hears of a later one follows.
+
+The peer is told the address of an end in the first frame or when the end is first needed, and again whenever the end has moved: bytes may
+be moved by a process of its own, which may die and be started anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import suppress
+from typing import Any
+
+from datastates.errors import DatastatesError, Disconnected
+from datastates.system.failures import Failure, describe, revive
+
+from .contract import End, Link
+from .protocol import Message, Moved
+
+_MEET_S = 30.0  # for a peer that is alive to tell the address of its end; it may have to start a process
+
+
+class Plane:
+    """The link to one peer. A single transfer cannot be stopped: to get memory back, drop the link; the next use makes a new one.
+
+    ``end`` makes the links. ``told`` is the own address that the peer knows, ``address`` is the peer's; both may be empty.
+    """
+
+    def __init__(self, end: End, told: bytes, address: bytes, peer: str, post: Callable[[Message], Awaitable[None]]) -> None:
+        self._end, self._told, self._address, self._peer, self._post = end, told, address, peer, post
+        self._failure: Failure | None = None
+        self._news = asyncio.Event()
+        self._link: Link | None = None
+        self._making = asyncio.Lock()
+        self._aborts: dict[int, asyncio.Task[None]] = {}
+        self._is_closed = self._is_answering = False
+        self.generation = 0
+
+    async def link(self, generation: int | None = None) -> Link:
+        """The link to send and receive on; for requests of a ``generation``, only while that lasts.
+
+        :raises Disconnected: the session is over, or the generation, or the peer's data plane cannot be reached.
+        :raises Unavailable: this end, or the peer's, cannot be made.
+        """
+        async with self._making:
+            for abort in list(self._aborts.values()):
+                await surely(abort)
+            if self._link is None and not self._is_closed:
+                self._link = await self._settled()
+            if self._is_closed or self._link is None:
+                await self.drop(self._link)
+                raise Disconnected(f"the connection to {self._peer} is closed")
+            if generation not in {None, self.generation}:
+                raise Disconnected(f"the data plane to {self._peer} was reset meanwhile: ask again")
+            return self._link
+
+    async def drop(self, link: Link | None = None) -> None:
+        """Stop everything under way on ``link`` (by default the present one), even when this is cancelled: once it returns
+        no buffer is read or written any more."""
+        link = self._link if link is None else link
+        if link is not None and self._link is link:
+            self.generation += 1
+        self._give_up(link)
+        for abort in list(self._aborts.values()):
+            await surely(abort)
+        if self._told and self._end.located != self._told and not self._is_closed:
+            self._told = b""
+            with suppress(Disconnected):  # the session is over
+                await self._post(Moved(b""))
+
+    def moved(self, message: Moved) -> None:
+        """Note that the peer's end has another address."""
+        if message.address != self._address and self._link is not None:
+            self.generation += 1
+            self._give_up(self._link)
+        self._address, self._failure = message.address, message.failure
+        self._news.set()
+
+    async def answer(self) -> None:
+        """Tell the peer, which asks, the address of this end, or why there is none."""
+        if self._is_answering:
+            return
+        self._is_answering = True
+        try:
+            address, failure = await self._end.address(), None
+        except DatastatesError as exc:
+            address, failure = b"", describe(exc)
+        self._told, self._is_answering = address, False
+        await self._post(Moved(address, failure=failure))
+
+    def follow(self, generation: int) -> None:
+        """Reset this end because the peer has reset its own, unless that is already done."""
+        if generation > self.generation:
+            self.generation = generation
+            self._give_up(self._link)
+
+    async def close(self) -> None:
+        """Drop the link for good; idempotent."""
+        self._is_closed = True
+        self._news.set()
+        await self.drop()
+        await self._end.leave()
+
+    async def _settled(self) -> Link:
+        """A link that was made within one generation."""
+        while True:
+            begun = self.generation
+            link = await self._connected()
+            if begun == self.generation:
+                return link
+            await link.abort()
+
+    async def _connected(self) -> Link:
+        """A link; if the known address fails, it may be that of an end that is gone, so the peer is asked, once."""
+        await self._meet()
+        try:
+            return await self._reached()
+        except Disconnected:
+            self._address = b""
+        await self._meet()
+        return await self._reached()
+
+    async def _reached(self) -> Link:
+        address = self._address
+        link = await self._end.link(address)
+        if address != self._address:
+            await link.abort()
+            raise Disconnected(f"the data plane of {self._peer} moved meanwhile")
+        return link
+
+    async def _meet(self) -> None:
+        """Make sure that each end knows the address of the other one."""
+        own = await self._end.address()
+        asks = not self._address
+        if asks:
+            self._failure = None
+        if asks or own != self._told:
+            self._told = own
+            await self._post(Moved(own, asks))
+        if asks:
+            await self._hear()
+
+    async def _hear(self) -> None:
+        try:
+            async with asyncio.timeout(_MEET_S):
+                while not self._address and self._failure is None and not self._is_closed:
+                    await self._news.wait()
+                    self._news.clear()
+        except TimeoutError:
+            raise Disconnected(f"{self._peer} is alive, but has not said in {_MEET_S:g} s where its data plane is") from None
+        if self._is_closed:
+            raise Disconnected(f"the connection to {self._peer} is closed")
+        if not self._address and self._failure is not None:
+            raise revive(self._failure)
+
+    def _give_up(self, link: Link | None) -> None:
+        if link is not None and id(link) not in self._aborts:
+            self._aborts[id(link)] = asyncio.create_task(self._abort(link))
+        if self._link is link:
+            self._link = None
+
+    async def _abort(self, link: Link) -> None:
+        try:
+            await link.abort()
+        finally:
+            del self._aborts[id(link)]
+
+
+async def surely(task: asyncio.Future[Any]) -> None:
+    """Wait for a task to end, whatever its outcome. If the caller is cancelled meanwhile, it keeps waiting, and is cancelled afterwards."""
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.wait({task})
+        except asyncio.CancelledError as exc:
+            cancelled = exc
+    if cancelled is not None:
+        raise cancelled
+
+
+# The transfers under way on a link, each in a task of its own, which continues when the caller
+# that began it is cancelled.
+
+
+class Transfers:
+    """The tasks of one link. Belongs to the loop thread."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Begin a task, and return it."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    async def run(self, work: Coroutine[Any, Any, None]) -> None:
+        """Wait for a task that continues if the caller is cancelled."""
+        await asyncio.shield(self.begin(work))
+
+    async def end(self) -> None:
+        """Wait until no task is left."""
+        while self._tasks:
+            await asyncio.wait(list(self._tasks))
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled():
+            task.exception()  # marks it as retrieved: the task that began it may wait no more

@@ -1,0 +1,709 @@
+"""``datastates.connect``: another process's repository, to browse and to clone from."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import CancelledError, Future
+from contextlib import ExitStack, suppress
+from functools import partial
+from types import TracebackType
+from typing import ClassVar, Self, TypedDict, Unpack
+
+import msgspec
+
+from datastates import values
+from datastates.collective import Group, Meeting, group_of
+from datastates.config import Config, Data, data_plane
+from datastates.errors import Closed, Conflict, InvalidInput, NotFound, Unavailable
+from datastates.lineage.query import names, walk
+from datastates.lineage.states import Ref, RefKind, State
+from datastates.maintenance.core import Core, Opened, core_of
+from datastates.maintenance.loading import restore_from
+from datastates.state.data_position import Redivision
+from datastates.state.digest import chunk_digest
+from datastates.state.in_place import wait_for_copies
+from datastates.state.manifest import CHUNK_BYTES, Manifest
+from datastates.state.report import RestoreReport
+from datastates.storage.parallel_read import open_shared
+from datastates.storage.reading import of_state, refuse_parts
+from datastates.storage.tier import Reader
+from datastates.system.interrupts import undisturbed
+from datastates.system.threads import Bell, Latch
+
+from . import loop
+from .contract import Sink, Tls, tls_of
+from .fetch import Fetched
+from .handshake import read_token
+from .protocol import Offer, RunRecord, StateRecord
+from .receive_buffers import Shadow, Shadows
+from .serving import StateSource
+from .session import Session
+from .sources import PAGE, OpenState, Page, Sources, all_pages
+from .state_parts import fetch_part
+from .transfer import Arrival, Cloned, IntoObjects, IntoRepository, Move, Progress, Pull, Transfer
+from .untrusted import distrusting, join_parts, record_of, record_of_ref, records_of, ref_of, state_of
+
+
+class Push(Move):
+    """A state on its way to the first of some sources. ``tags`` says whether tags on it and its ancestors go with it."""
+
+    def __init__(self, sources: Sources, core: Core, state: State, *, tags: bool) -> None:
+        self.state, self._sources, self._core, self._tags = state, sources, core, tags
+        refuse_parts(state, "a push", instead="serve it here, and clone it there with repo=, which takes any number of parts")
+        self._source = _CountedSource(core.open_payload(state, verify=False), partial(core.tiers.reopen, state, verify=False))
+        self.bytes_total = sum(self._source.lengths)
+        self._landed: StateRecord | None = None
+
+    async def run(self, progress: Progress) -> Fetched:
+        url, source, clock = self._sources.urls[0], self._source, asyncio.get_running_loop()
+        began = clock.time()
+        source.on_chunk = lambda moved: progress(moved, self.bytes_total)
+        try:
+            session = await self._sources.connected(url)
+            try:
+                self._landed = await session.push(source, self.state.uid, await self._offer(session))
+            finally:
+                await session.close()
+        finally:
+            source.close()
+        progress(source.moved, source.moved)  # the peer had the rest
+        return Fetched({url: source.moved}, source.chunks, clock.time() - began, {})
+
+    def land(self, fetched: Fetched) -> tuple[State, None]:
+        del fetched
+        assert self._landed is not None, "it ran to its end"
+        return state_of(self._landed), None
+
+    def give_up(self, error: BaseException) -> BaseException:
+        self._source.close()  # also of a push that was cancelled before it began
+        return error
+
+    def drop(self) -> None:
+        pass  # nothing came
+
+    async def _offer(self, session: Session) -> Offer:
+        ancestry = await self._unknown_there(session)
+        refs = await asyncio.to_thread(self._tags_of, {self.state.uid, *(each.uid for each in ancestry)}) if self._tags else []
+        state, records, made_by = await asyncio.to_thread(self._records, ancestry)
+        return Offer(self._source.manifest, state, records, tuple(map(record_of_ref, refs)), made_by)
+
+    def _records(self, ancestry: Sequence[State]) -> tuple[StateRecord, tuple[StateRecord, ...], tuple[RunRecord, ...]]:
+        with self._core.database.read() as session:
+            return record_of(session, self.state), *records_of(session, ancestry)
+
+    async def _unknown_there(self, session: Session) -> list[State]:
+        """The ancestors of the state, newest first, down to the first page behind which the peer knows every parent."""
+        found: list[State] = []
+        known: set[str] = set()
+        page = [self.state]
+        while page:
+            sent = {self.state.uid, *(each.uid for each in found)}
+            open_ends = {parent for each in (self.state, *found) for parent in each.parents} - sent
+            if not open_ends or await _knows_all(session, open_ends, known):
+                break
+            page = await asyncio.to_thread(self._ancestors, page[-1].uid)
+            found += page
+        return found
+
+    def _ancestors(self, after: str) -> list[State]:
+        with self._core.database.read() as session:
+            return walk.log(session, self.state.uid, limit=PAGE, after=after)
+
+    def _tags_of(self, uids: set[str]) -> list[Ref]:
+        with self._core.database.read() as session:
+            return [ref for ref in names.refs(session, RefKind.TAG) if ref.state in uids]
+
+
+class _CountedSource(StateSource):
+    """A source that counts what a peer asks for of a pushed state: ``moved`` bytes in ``chunks`` chunks so far."""
+
+    def __init__(self, reader: Reader, reopen: Callable[[], Reader]) -> None:
+        super().__init__(reader, reopen)
+        self.moved = self.chunks = 0
+        self._counted: set[int] = set()
+        self.on_chunk: Callable[[int], None] = lambda _: None
+
+    async def chunk(self, index: int) -> Sequence[memoryview]:
+        """The chunk, where it lies."""
+        found = await super().chunk(index)
+        if index not in self._counted:  # it is read for its digest too, and again when a link breaks
+            self._counted.add(index)
+            self.moved += self.lengths[index]
+            self.chunks += 1
+            self.on_chunk(self.moved)
+        return found
+
+
+async def _knows_all(session: Session, uids: set[str], known: set[str]) -> bool:
+    for uid in uids - known:
+        try:
+            await session.resolve(uid)
+        except NotFound:
+            return False
+        known.add(uid)
+    return True
+
+
+# A reader of a part of a state that peers hold open for us: chunks that are asked for ahead come
+# in the background, many at once.
+
+
+Fetch = Callable[[Sink], Awaitable[Fetched]]
+
+
+class PeerReader(Reader):
+    """Reads a part from peers; ``fetch`` brings what is missing in a sink. Used by one thread, and closed before the feeds behind ``fetch``
+    are.
+
+    Every chunk is checked as it arrives. ``bytes_by_source`` counts what came, by peer.
+    """
+
+    is_waited_for: ClassVar[bool] = True
+
+    def __init__(self, manifest: Manifest, fetch: Fetch) -> None:
+        self.manifest = manifest
+        self.bytes_by_source: dict[str, int] = {}
+        self._fetch = fetch
+        self._lengths = tuple(chunk.length for chunk in manifest.content.chunks)
+        self._shadow = Shadow(len(self._lengths))
+        self._coming: dict[int, _Coming] = {}
+        self._all: list[_Coming] = []
+        self._is_closed = False
+
+    def ahead(self, chunks: Sequence[int]) -> None:
+        """Begin to fetch those of these chunks that are neither here nor on their way; never waits."""
+        if self._is_closed:
+            raise Closed(f"the reader of state {self.manifest.origin.uid} is closed: clone it again")
+        wanted = [index for index in dict.fromkeys(chunks) if index not in self._coming]
+        if wanted:
+            coming = _Coming(self.manifest, self._lengths, wanted, self._shadow)
+            self._coming |= dict.fromkeys(wanted, coming)
+            self._all.append(coming)
+            coming.begin(self._fetch)
+
+    def chunk(self, index: int) -> memoryview:
+        """One chunk, once it is here.
+
+        :raises DatastatesError: the chunk is not available.
+        """
+        self.ahead([index])
+        self._coming[index].wait(index)
+        return self._shadow.memory(index * CHUNK_BYTES, self._lengths[index]).toreadonly()
+
+    def span(self, start: int, length: int) -> memoryview | None:
+        """None: no memory here outlives the reader."""
+        return None
+
+    def loan(self, start: int, length: int) -> memoryview | None:
+        """A stretch of the memory into which it comes, once all of it is here."""
+        self.ahead(self.chunks_of(start, length))
+        for index in self.chunks_of(start, length):
+            self.chunk(index)
+        return self._shadow.memory(start, length).toreadonly()
+
+    def close(self) -> None:
+        """Stop what is on its way, so that nobody writes to the memory any more. Idempotent."""
+        self._is_closed = True
+        for coming in self._all:
+            for name, count in coming.end().items():
+                self.bytes_by_source[name] = self.bytes_by_source.get(name, 0) + count
+        self._all.clear()
+
+
+class _Coming:
+    """Some chunks on their way, as a sink: each lies in the shadow at its place in the stream."""
+
+    def __init__(self, manifest: Manifest, lengths: tuple[int, ...], wanted: Sequence[int], shadow: Shadow) -> None:
+        self.lengths = lengths
+        self._manifest, self._shadow = manifest, shadow
+        self._missing, self._here = dict.fromkeys(wanted), set[int]()
+        self._lock, self._changed = threading.Lock(), Bell()
+        self._ended = Latch()
+        self._future: Future[Fetched] | None = None
+
+    def begin(self, fetch: Fetch) -> None:
+        """Begin to fetch them."""
+        self._future = loop.submit(_awaited(fetch, self))
+        self._future.add_done_callback(self._end)
+
+    def wait(self, index: int) -> None:
+        """Wait until a chunk is here.
+
+        :raises DatastatesError: it will not come.
+        """
+        self._changed.wait_for(lambda: index in self._here or self._ended.is_set())
+        if index in self._here:
+            return
+        assert self._future is not None
+        with suppress(CancelledError):
+            self._future.result()
+        raise Unavailable(f"chunk {index} of state {self._manifest.origin.uid} did not come: clone it again")
+
+    def end(self) -> dict[str, int]:
+        """Stop; returns what came, by peer."""
+        if self._future is None:
+            return {}
+        self._future.cancel()
+        self._ended.wait()
+        if self._future.cancelled() or self._future.exception() is not None:
+            return {}
+        return dict(self._future.result().bytes_by_feed)
+
+    def missing(self) -> Sequence[int]:
+        with self._lock:
+            return list(self._missing)
+
+    def buffers(self, index: int) -> Sequence[memoryview]:
+        with self._lock:
+            del self._missing[index]
+        return [self._memory(index)]
+
+    def accept(self, index: int) -> bool:
+        is_right = chunk_digest(self._memory(index)) == self._manifest.content.chunks[index].digest
+        with self._lock:
+            if is_right:
+                self._here.add(index)
+            else:
+                self._missing[index] = None
+        self._changed.ring()
+        return is_right
+
+    def forget(self, index: int) -> None:
+        with self._lock:
+            self._missing[index] = None
+
+    def pieces(self, index: int) -> Sequence[memoryview] | None:
+        return [self._memory(index).toreadonly()] if index in self._here else None
+
+    def _memory(self, index: int) -> memoryview:
+        return self._shadow.memory(index * CHUNK_BYTES, self.lengths[index])
+
+    def _end(self, future: Future[Fetched]) -> None:
+        self._ended.set()
+        self._changed.ring()
+
+
+async def _awaited(fetch: Fetch, sink: Sink) -> Fetched:
+    return await fetch(sink)
+
+
+# A clone of one state by all ranks of a job at once: each asks the sources for its share, and
+# passes on what the others want too.
+
+
+class _Chosen(msgspec.Struct, frozen=True, array_like=True):
+    """The state that all ranks clone."""
+
+    uid: str
+    digest: str
+
+
+def clone_together(
+    sources: Sources,
+    rev: str,
+    into: Mapping[str, object],
+    group: Group,
+    *,
+    only: str | Sequence[str] | None,
+    strict: bool,
+    on_progress: Progress | None,
+) -> Cloned:
+    """Clone the state that ``rev`` names for rank 0 into the live objects of every rank; collective, on the training threads.
+
+    If one rank fails, all fail, and no object of any rank has changed.
+    """
+    began, meeting = time.monotonic(), Meeting(group, f"clone {rev}")
+    with meeting.united(), undisturbed():
+        chosen = _chosen(sources, rev, meeting)
+        wait_for_copies(into)
+        opened = loop.run(sources.open(chosen.uid))
+        try:
+            if opened.state.digest != chosen.digest:
+                raise Conflict(f"{opened.source} has another state of the uid {chosen.uid} than rank 0 found: clone from the same peer")
+            with distrusting():
+                return _clone(opened, into, meeting, began, only=only, strict=strict, on_progress=on_progress, timeout_s=sources.timeout_s)
+        finally:
+            loop.run(opened.close())
+
+
+def _chosen(sources: Sources, rev: str, meeting: Meeting) -> _Chosen:
+    """The state that rank 0 finds."""
+    body = b""
+    if meeting.group.rank == 0:
+        state = next(iter(loop.run(sources.resolve(rev)).values()))
+        body = msgspec.msgpack.encode(_Chosen(state.uid, state.digest))
+    return msgspec.msgpack.decode(meeting.meet(body)[0], type=_Chosen)
+
+
+def _clone(
+    opened: OpenState,
+    into: Mapping[str, object],
+    meeting: Meeting,
+    began: float,
+    *,
+    only: str | Sequence[str] | None,
+    strict: bool,
+    on_progress: Progress | None,
+    timeout_s: float,
+) -> Cloned:
+    state, group = opened.state, meeting.group
+    own = Redivision(state.world_size, group.rank, group.size)
+    readers = _readers(opened, own, timeout_s, on_progress)
+    with ExitStack() as stack:
+        for reader in readers:
+            stack.callback(reader.close)
+        shared = stack.enter_context(open_shared(meeting, state.uid, state.world_size, lambda rank: (readers[rank], 1), rank=own.source))
+        report = restore_from(of_state(shared, state), into, only=only, strict=strict, own=own, meeting=meeting)
+    return _cloned(state, report, readers, began)
+
+
+def _readers(opened: OpenState, own: Redivision, timeout_s: float, on_progress: Progress | None) -> list[PeerReader]:
+    """A reader for each part."""
+    if opened.parts is None:
+        return [PeerReader(opened.manifest.manifest, partial(opened.fetch, timeout_s=timeout_s, on_progress=on_progress))]
+    if own.source:
+        join_parts(opened.manifest.parts, rank=own.source)  # their values were not looked at yet
+    counted = _Counted(on_progress)
+    return [
+        PeerReader(part.manifest, partial(fetch_part, part=part, timeout_s=timeout_s, on_progress=counted.of(part.rank)))
+        for part in opened.parts.parts
+    ]
+
+
+def _cloned(state: State, report: RestoreReport, readers: Sequence[PeerReader], began: float) -> Cloned:
+    moved = sum((Counter(reader.bytes_by_source) for reader in readers), Counter[str]())
+    return Cloned(state, report, moved.total(), time.monotonic() - began, dict(moved))
+
+
+class _Counted:
+    """What this rank asked for of all parts, and how much of it is here; used on the loop thread."""
+
+    def __init__(self, on_progress: Progress | None) -> None:
+        self._on_progress = on_progress
+        self._parts: dict[int, tuple[int, int]] = {}
+
+    def of(self, part: int) -> Callable[[int, int], None] | None:
+        """A callback that is told how far one part is."""
+        return None if self._on_progress is None else partial(self._hear, part)
+
+    def _hear(self, part: int, done: int, total: int) -> None:
+        assert self._on_progress is not None
+        self._parts[part] = done, total
+        self._on_progress(sum(done for done, _ in self._parts.values()), sum(total for _, total in self._parts.values()))
+
+
+# ``datastates.connect``: another process's repository, to browse and to clone from.
+
+
+def _revision(value: object) -> str:
+    return values.text(values.revision(value, "rev"), "rev")  # it has to be sent
+
+
+def _repository(value: object, what: str) -> object:
+    core_of(value, what)
+    return value
+
+
+@values.takes(
+    token=values.optional(values.token),
+    token_file=values.optional(values.path),
+    tls=values.optional(tls_of),
+    timeout_s=values.seconds,
+    data=values.optional(data_plane),
+)
+def connect(
+    url: str | Sequence[str],
+    *,
+    token: str | bytes | None = None,
+    token_file: str | os.PathLike[str] | None = None,
+    tls: Tls | None = None,
+    timeout_s: float = 10.0,
+    data: str | None = None,
+) -> Peer:
+    """Connect to a repository that another process serves; or to several, which then share the work of a clone.
+
+        with repo.serve("tcp://127.0.0.1:0") as server, datastates.connect(server.url) as peer:
+            print(peer.refs())
+
+    :param url: where the server listens; several urls become sources of one clone.
+    :param token: the server's token; if not given, ``token_file`` is read, or else ``DATASTATES_TOKEN``.
+    :param token_file: a file that holds the token.
+    :param tls: certificates for TLS 1.3.
+    :param timeout_s: a peer that is silent for this many seconds is treated as dead.
+    :param data: the data plane that carries the bytes, as for ``Repository.serve``; None: as ``DATASTATES_DATA`` says.
+    :raises Disconnected: the server does not answer (of several: none does).
+    :raises Unauthorized: the token is missing or wrong.
+    :raises Unsupported: the two sides have no data plane in common.
+    """
+    urls = tuple(values.patterns(url, "url") or ())
+    if not urls:
+        raise InvalidInput("connect needs a url, such as ucx://10.0.0.2:4711")
+    carries = Config.from_environment().data if data is None else Data(data)
+    sources = Sources(urls, read_token(token, token_file), tls, timeout_s, carries)
+    loop.run(sources.sessions())
+    return Peer(sources)
+
+
+class CloneOptions(TypedDict, total=False):
+    """The options of ``Peer.clone`` and ``Peer.begin_clone``; see there."""
+
+    into: Mapping[str, object] | None
+    repo: Opened | None
+    only: str | Sequence[str] | None
+    strict: bool
+    atomic: bool | None
+    skip_equal: bool
+    tags: bool
+    chain: bool
+    on_progress: Progress | None
+    group: Group | None
+
+
+_CLONED = CloneOptions(
+    into=None, repo=None, only=None, strict=True, atomic=None, skip_equal=False, tags=False, chain=False, on_progress=None, group=None
+)
+
+
+class Peer:
+    """The repositories of other processes, as one: questions go to the first that answers. Safe from any thread but the transport's."""
+
+    def __init__(self, sources: Sources) -> None:
+        self.sources = sources
+        self._shadows = Shadows()
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """The urls to which it is connected."""
+        return self.sources.urls
+
+    # --- the lineage -------------------------------------------------------------------------------------------------------
+
+    def refs(self) -> list[Ref]:
+        """Every branch and tag there, by name."""
+        return [ref_of(record) for record in loop.run(self.sources.first(Session.refs))]
+
+    def state(self, rev: str | State) -> State:
+        """The state that a revision names there."""
+        return next(iter(loop.run(self.sources.resolve(_revision(rev))).values()))
+
+    @values.takes(limit=values.optional(values.count))
+    def log(self, rev: str | State = "main", *, limit: int | None = None) -> list[State]:
+        """A state and its ancestors there, newest first."""
+        asked = _revision(rev)
+        return self._listed(lambda session: partial(session.log, asked), limit)
+
+    @values.takes(query=values.text, limit=values.optional(values.count))
+    def find(self, query: str, *, limit: int | None = None) -> list[State]:
+        """The states there that match a query."""
+        return self._listed(lambda session: partial(session.find, query), limit)
+
+    def _listed(self, question: Callable[[Session], Page], limit: int | None) -> list[State]:
+        return loop.run(self.sources.listed(lambda session: all_pages(question(session), limit)))
+
+    # --- clones ------------------------------------------------------------------------------------------------------------
+
+    @values.unpacks(CloneOptions, **_CLONED)
+    def clone(self, rev: str | State, **options: Unpack[CloneOptions]) -> Cloned:
+        """Bring a state from the peer's memory into live objects, or into a repository's memory; every byte is checked.
+
+            with repo.serve("tcp://127.0.0.1:0") as server, datastates.connect(server.url) as peer:
+                peer.clone("main", into={"model": model, "optimizer": optimizer})
+
+        :param rev: the state, by its name at the peer.
+        :param into: live objects by name, as for ``Repository.restore``.
+        :param repo: a repository that takes over the state with its ancestry; only chunks that it lacks are moved.
+        :param only: which parts of the objects, as for ``Repository.restore``.
+        :param strict: as for ``Repository.restore``.
+        :param atomic: True changes the objects at the very end, all at once, which needs memory for a second copy. False receives
+            tensors in place; a clone that fails leaves them *dirty*: trackers refuse to capture them until they are cloned into again
+            or restored. None: True if there is memory for it.
+        :param skip_equal: do not move chunks that the objects hold already (not with ``atomic``).
+        :param tags: whether the tags of the ancestry come along to ``repo``.
+        :param chain: whether receivers of one state pass it on to each other, so that one copy leaves the source.
+        :param on_progress: called with the bytes that are done, and their total.
+        :param group: the ranks of a job that clone the state together, each calling this with ``into`` and its own objects. Each is sent
+            what it alone wants, and its share of what several want, which it passes on. All get the state that rank 0 finds; or all fail,
+            and then no object has changed.
+        :raises NotFound: the revision does not exist there.
+        :raises Unavailable: the state's bytes are nowhere any more (or Disconnected: no source is left).
+        :raises InvalidInput: the state does not fit the objects; nothing was moved.
+        :raises Corrupt: a chunk came with a wrong digest twice.
+        :raises Dirty: a clone in place failed; its cause says why.
+        """
+        group = options["group"]
+        if group is None or group_of(group, "group").size == 1:
+            with self.begin_clone(rev, **options) as transfer:
+                return transfer.wait()
+        into = options["into"]
+        others = [name for name in ("repo", "skip_equal", "tags", "chain") if options[name]]
+        if into is None or others or options["atomic"] is False:
+            raise InvalidInput(
+                "a group clones into live objects, all at once: give into={...}, and leave repo=, atomic=False, skip_equal=, tags= and "
+                "chain= out; broadcast of a datastates.ranks group brings a state into the repository of each rank"
+            )
+        into, only = values.named(into, "into"), values.patterns(options["only"])
+        strict, on_progress = values.flag(options["strict"], "strict"), options["on_progress"]
+        return clone_together(self.sources, _revision(rev), into, group, only=only, strict=strict, on_progress=on_progress)
+
+    @values.takes(
+        into=values.optional(values.named),
+        repo=values.optional(_repository),
+        only=values.patterns,
+        strict=values.flag,
+        atomic=values.optional(values.flag),
+        skip_equal=values.flag,
+        tags=values.flag,
+        chain=values.flag,
+        resumable=values.flag,
+        on_progress=values.optional(values.callback),
+        group=values.optional(group_of),
+    )
+    @values.unpacks(CloneOptions, **_CLONED)
+    def begin_clone(self, rev: str | State, *, resumable: bool = False, **options: Unpack[CloneOptions]) -> Transfer:
+        """Start ``clone`` in the background: ``wait`` for it or ``await`` it, on the thread that owns the objects.
+
+        :param rev: as for ``clone``.
+        :param into: as for ``clone``.
+        :param repo: as for ``clone``.
+        :param only: as for ``clone``.
+        :param strict: as for ``clone``.
+        :param atomic: as for ``clone``.
+        :param skip_equal: as for ``clone``.
+        :param tags: as for ``clone``.
+        :param chain: as for ``clone``.
+        :param resumable: keep what came if it fails: ``Transfer.resume`` continues, ``Transfer.close`` releases it.
+        :param on_progress: as for ``clone``.
+        :param group: None, or a group of one: ranks that clone together must use ``clone``.
+        """
+        into, repo, group = options["into"], options["repo"], options["group"]
+        if group is not None and group.size > 1:
+            raise InvalidInput(
+                "ranks clone together on their training threads: call clone(group=...), which returns once all have the state"
+            )
+        if (into is None) == (repo is None):
+            raise InvalidInput("a clone goes into live objects (into={...}) or into a repository (repo=...): give one of them")
+        opened = loop.run(self.sources.open(_revision(rev), chain=options["chain"]))
+        try:
+            arrival: Arrival
+            if into is not None:
+                arrival = IntoObjects(
+                    opened,
+                    into,
+                    only=options["only"],
+                    strict=options["strict"],
+                    atomic=options["atomic"],
+                    skip_equal=options["skip_equal"],
+                    shadows=self._shadows,
+                )
+            else:
+                assert repo is not None, "one of them is given"
+                arrival = IntoRepository.of(self.sources, opened, repo.core, tags=options["tags"])
+            return Transfer(Pull(opened, arrival, timeout_s=self.sources.timeout_s, is_kept=resumable), options["on_progress"])
+        except BaseException:
+            loop.run(opened.close())
+            raise
+
+    def push(self, rev: str | State, *, repo: Opened, tags: bool = False, on_progress: Progress | None = None) -> Cloned:
+        """Bring a state of ``repo`` into the peer's memory, with its ancestry; the peer must be served with ``is_writable``.
+
+        :param rev: the state, by its name in ``repo``.
+        :param repo: the repository that has the state.
+        :param tags: whether the tags of its ancestry go along.
+        :param on_progress: called with the bytes that are done, and their total.
+        :raises InvalidInput: the peer accepts no states.
+        """
+        return self.begin_push(rev, repo=repo, tags=tags, on_progress=on_progress).wait()
+
+    @values.takes(repo=_repository, tags=values.flag, on_progress=values.optional(values.callback))
+    def begin_push(self, rev: str | State, *, repo: Opened, tags: bool = False, on_progress: Progress | None = None) -> Transfer:
+        """Start ``push`` in the background.
+
+        :param rev: the state, by its name in ``repo``.
+        :param repo: the repository that has the state.
+        :param tags: whether the tags of its ancestry go along.
+        :param on_progress: called with the bytes that are done, and their total.
+        """
+        return Transfer(Push(self.sources, repo.core, repo.core.state(_revision(rev)), tags=tags), on_progress)
+
+    # --- the end -----------------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """End the connections; transfers under way fail. Idempotent."""
+        if not self.sources.is_closed and self.sources.is_ours:
+            self.sources.is_closed = True
+            with suppress(Closed):  # the process is ending
+                loop.run(self.sources.close())
+            self._shadows.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<Peer {', '.join(self.urls)}{' (closed)' if self.sources.is_closed else ''}>"
+
+
+# Peers as a place from which states are repaired: each state is opened there, and only the chunks
+# that are asked for are moved.
+
+
+class PeerPlace:
+    """A peer's states, part by part. ``party`` says whose bytes they are."""
+
+    def __init__(self, peer: Peer) -> None:
+        self.party = ", ".join(peer.urls)
+        self._sources: Sources = peer.sources
+
+    def open_part(self, uid: str, rank: int, *, verify: bool = True) -> Reader:
+        """The part of a state that one of its ranks captured, held open there until the reader is closed; chunks are checked as they
+        arrive.
+
+        :raises NotFound: it is not there.
+        :raises Disconnected: the peer does not answer.
+        """
+        del verify
+        opened = loop.run(self._sources.open(uid))
+        try:
+            return _reader(opened, rank, self._sources.timeout_s)
+        except BaseException:
+            loop.run(opened.close())
+            raise
+
+
+def _reader(opened: OpenState, rank: int, timeout_s: float) -> Reader:
+    if opened.parts is None:
+        if rank:
+            raise NotFound(f"state {opened.state.uid} has one part at {opened.source}, and not that of rank {rank}")
+        return _Reader(opened, PeerReader(opened.manifest.manifest, partial(opened.fetch, timeout_s=timeout_s)))
+    part = next((each for each in opened.parts.parts if each.rank == rank), None)
+    if part is None:
+        raise NotFound(f"rank {rank} of state {opened.state.uid} is not at {opened.source}")
+    return _Reader(opened, PeerReader(part.manifest, partial(fetch_part, part=part, timeout_s=timeout_s)))
+
+
+class _Reader(Reader):
+    """A reader that also closes what was opened for it."""
+
+    def __init__(self, opened: OpenState, inner: PeerReader) -> None:
+        self.manifest = inner.manifest
+        self._opened, self._inner = opened, inner
+        self._is_closed = False
+
+    def chunk(self, index: int) -> memoryview:
+        return self._inner.chunk(index)
+
+    def span(self, start: int, length: int) -> memoryview | None:
+        return self._inner.span(start, length)
+
+    def close(self) -> None:
+        if not self._is_closed:
+            self._is_closed = True
+            self._inner.close()
+            loop.run(self._opened.close())

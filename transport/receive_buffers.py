@@ -1,0 +1,523 @@
+"""Memory for a state that is on its way: as large as its stream, with real pages only where something lands."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import mmap
+import sys
+import threading
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+import torch
+
+from datastates.errors import OverBudget
+from datastates.state.device_digest import Digester
+from datastates.state.digest import chunk_digest
+from datastates.state.geometry import assemble, bytes_of, empty, is_whole, rebuild
+from datastates.state.in_place import Home
+from datastates.state.manifest import CHUNK_BYTES, TensorSpec
+from datastates.state.xxh3 import can_digest, digests_of
+from datastates.system.devices import Mark, Stream, devices
+
+_HUGE_BYTES = 2 << 20
+_MADV_DONTNEED = 4
+_MADV_POPULATE_WRITE = 23
+_MAP_NORESERVE = 0x4000 if sys.platform == "linux" else 0
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+Extent = tuple[int, int]
+"""Start and length in bytes."""
+
+
+class Shadow:
+    """Memory in which byte ``i`` of a stream lies at byte ``i``. It is freed once no view of it is left.
+
+    It uses huge pages if the kernel gives them: touching them for the first time costs a third of touching small ones, and a helper thread
+    touches them ahead of the transfer.
+    """
+
+    def __init__(self, chunk_count: int) -> None:
+        self._length = max(1, chunk_count) * CHUNK_BYTES
+        try:
+            reserved = mmap.mmap(-1, self._length + _HUGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
+        except (OSError, ValueError, OverflowError) as exc:
+            raise OverBudget(f"{self._length} bytes of memory cannot be reserved for the state ({exc}): choose less with only=…") from exc
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            with suppress(OSError):  # a kernel without huge pages
+                reserved.madvise(mmap.MADV_HUGEPAGE)
+        address = ctypes.addressof(ctypes.c_char.from_buffer(reserved))
+        first = -address % _HUGE_BYTES
+        self._address = address + first
+        self._view = memoryview(reserved)[first : first + self._length]
+        self._is_closed = False
+        self._helper: threading.Thread | None = None
+
+    def memory(self, start: int, length: int) -> memoryview:
+        """A stretch of it, writable."""
+        return self._view[start : start + length]
+
+    def tensor(self, start: int, length: int) -> torch.Tensor:
+        """A stretch of it as flat ``uint8``, with a storage of its own."""
+        return (
+            torch.frombuffer(self.memory(start, length), dtype=torch.uint8) if length else torch.empty(0, dtype=torch.uint8, device="cpu")
+        )
+
+    def warm(self, extents: Sequence[Extent]) -> None:
+        """Begin to touch these stretches, in this order, on a separate thread."""
+        if extents and self._helper is None:
+            self._helper = threading.Thread(target=self._touch, args=(extents,), name="datastates-landing", daemon=True)
+            self._helper.start()
+
+    def reopen(self, chunk_count: int) -> bool:
+        """Begin anew with the existing pages; False if there are too few."""
+        self._is_closed = False
+        return chunk_count * CHUNK_BYTES <= self._length
+
+    def close(self, keep: Iterable[Extent] | None = None) -> None:
+        """Stop touching. With ``keep``, the pages of everything else are given back, and nobody may look at them any more."""
+        self._is_closed = True
+        if self._helper is not None:
+            self._helper.join()
+            self._helper = None
+        if keep is not None:
+            done = 0
+            for start, length in [*sorted(keep), (self._length, 0)]:
+                self._drop(done, start)
+                done = start + length
+
+    def _touch(self, extents: Sequence[Extent]) -> None:
+        for start, length in extents:
+            if self._is_closed:
+                return
+            begin = start // mmap.PAGESIZE * mmap.PAGESIZE
+            _advise(self._address + begin, start + length - begin, _MADV_POPULATE_WRITE)
+
+    def _drop(self, begin: int, end: int) -> None:
+        begin, end = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE, end // mmap.PAGESIZE * mmap.PAGESIZE
+        if begin < end:
+            _advise(self._address + begin, end - begin, _MADV_DONTNEED)
+
+
+class Shadows:
+    """Keeps the memory of the last clone for the next one: pages that were touched before take bytes many times as fast."""
+
+    def __init__(self) -> None:
+        self._kept: Shadow | None = None
+        self._lock = threading.Lock()
+
+    def take(self, chunk_count: int) -> Shadow:
+        """A shadow of at least ``chunk_count`` chunks, with arbitrary contents."""
+        with self._lock:
+            kept, self._kept = self._kept, None
+        return kept if kept is not None and kept.reopen(chunk_count) else Shadow(chunk_count)
+
+    def give(self, shadow: Shadow) -> None:
+        """Keep a closed shadow that nobody looks at any more, and release the one before it."""
+        with self._lock:
+            self._kept = shadow
+
+    def close(self) -> None:
+        """Release the shadow that is kept; idempotent."""
+        with self._lock:
+            self._kept = None
+
+
+def _advise(address: int, length: int, advice: int) -> None:
+    """Call madvise without the interpreter's lock. If the kernel does not know the advice, pages are touched when they are written."""
+    if sys.platform == "linux":
+        _libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(length), advice)
+
+
+# How each chunk is received: which stretches go straight to their places, and which are packed
+# together, to be scattered later.
+
+
+DIRECT_BYTES = 256 << 10
+"""From this size on, a stretch is worth a message of its own."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Stretch:
+    """A wanted tensor in the stream. ``home`` is the bytes of the live tensor, flat; None: it belongs in the shadow."""
+
+    start: int
+    length: int
+    home: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Piece:
+    """Bytes of a chunk that belong together: in ``home`` from ``start`` on, or at that place of the shadow."""
+
+    offset: int
+    length: int
+    home: torch.Tensor | None
+    start: int
+
+    def view(self) -> memoryview:
+        """These bytes of ``home``, which is on the CPU."""
+        assert self.home is not None
+        return memoryview(self.home.numpy().data)[self.start : self.start + self.length]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Segment:
+    """The bytes of one message. ``memory`` is their place; None: they are received elsewhere, and ``pieces`` say what goes where."""
+
+    offset: int
+    length: int
+    memory: memoryview | None
+    pieces: tuple[Piece, ...]
+
+
+def route(lengths: Sequence[int], stretches: Sequence[Stretch], shadow: Shadow) -> dict[int, tuple[Segment, ...]]:
+    """The segments of every chunk that a stretch touches; ``stretches`` are in ascending order and do not overlap."""
+    pieces: dict[int, list[Piece]] = {}
+    for stretch in stretches:
+        for index, piece in _cut(stretch):
+            _append(pieces.setdefault(index, []), piece)
+    return {index: tuple(_segments(lengths[index], found, shadow)) for index, found in pieces.items()}
+
+
+def _cut(stretch: Stretch) -> Iterator[tuple[int, Piece]]:
+    done = 0
+    while done < stretch.length:
+        index, offset = divmod(stretch.start + done, CHUNK_BYTES)
+        length = min(stretch.length - done, CHUNK_BYTES - offset)
+        yield index, Piece(offset, length, stretch.home, done if stretch.home is not None else stretch.start + done)
+        done += length
+
+
+def _append(pieces: list[Piece], piece: Piece) -> None:
+    """Append a piece; pieces that lie side by side in the shadow become one."""
+    last = pieces[-1] if pieces else None
+    if last is not None and last.home is None is piece.home and last.offset + last.length == piece.offset:
+        pieces[-1] = Piece(last.offset, last.length + piece.length, None, last.start)
+    else:
+        pieces.append(piece)
+
+
+def _segments(length: int, pieces: Sequence[Piece], shadow: Shadow) -> Iterator[Segment]:
+    begin, packed = 0, list[Piece]()
+    for piece in pieces:
+        memory = _straight(piece, length, shadow)
+        if memory is None:
+            packed.append(piece)
+            continue
+        if begin < piece.offset:
+            yield Segment(begin, piece.offset - begin, None, tuple(packed))
+            packed = []
+        yield Segment(piece.offset, piece.length, memory, (piece,))
+        begin = piece.offset + piece.length
+    if begin < length:
+        yield Segment(begin, length - begin, None, tuple(packed))
+
+
+def _straight(piece: Piece, length: int, shadow: Shadow) -> memoryview | None:
+    if piece.length < DIRECT_BYTES and piece.length != length:
+        return None
+    if piece.home is None:
+        return shadow.memory(piece.start, piece.length)
+    return None if devices().is_on(piece.home) else piece.view()
+
+
+# Copies from host memory to live tensors on devices: after everything that their owner queued,
+# and before what the owner queues next.
+
+
+class Unloading:
+    """A stream for each device on which something lands. Made and joined on the thread that owns the tensors, which must stay alive.
+
+    Do not change memory that a copy reads until a mark that was made after the copy is reached.
+    """
+
+    def __init__(self, homes: Iterable[torch.Tensor]) -> None:
+        self._streams: dict[torch.device, Stream] = {}
+        for device in dict.fromkeys(devices().of(home) for home in homes if devices().is_on(home)):
+            side = self._streams[device] = devices().stream(device)
+            devices().wait(side, devices().mark(devices().current(device)))
+
+    def stream(self, device: torch.device) -> Stream:
+        """The stream of a device on which something lands; valid before ``join``."""
+        return self._streams[device]
+
+    def put(self, homes: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+        """Begin to copy; on any thread. The host waits if ``sources`` are not pinned."""
+        for device in dict.fromkeys(map(devices().of, homes)):
+            pairs = [pair for pair in zip(homes, sources, strict=True) if devices().of(pair[0]) == device]
+            with devices().on(self._streams[device]), torch.no_grad():
+                torch._foreach_copy_([home for home, _ in pairs], [source for _, source in pairs], non_blocking=True)
+
+    def marks(self, homes: Iterable[torch.Tensor]) -> Sequence[Mark]:
+        """The points behind the copies into these tensors so far."""
+        return [devices().mark(self._streams[device]) for device in dict.fromkeys(map(devices().of, homes))]
+
+    def join(self) -> None:
+        """Make every copy visible to the owner of the tensors; idempotent."""
+        while self._streams:
+            device, side = self._streams.popitem()
+            mark = devices().mark(side)
+            devices().wait(devices().current(device), mark)
+            mark.synchronize()  # the host waits once for each clone: the source of the copies is given away after this
+
+
+# Moving bytes that came packed together to their places, once their digest was right.
+
+
+def scatter(
+    segments: Sequence[Segment], memory: Sequence[memoryview], shadow: Shadow, unloading: Unloading, *, is_in_shadow: bool
+) -> Sequence[Mark]:
+    """Begin to move the bytes. ``memory`` is where each segment was received; ``is_in_shadow``: packed ones came to their place in the
+    stream.
+
+    The memory is read until the returned marks are reached.
+    """
+    homes, sources = list[torch.Tensor](), list[torch.Tensor]()
+    for segment, received in zip(segments, memory, strict=True):
+        for piece in segment.pieces if segment.memory is None else ():
+            data = received[piece.offset - segment.offset :][: piece.length]
+            if piece.home is None:
+                if not is_in_shadow:
+                    shadow.memory(piece.start, piece.length)[:] = data
+            elif not devices().is_on(piece.home):
+                piece.view()[:] = data
+            else:
+                homes.append(piece.home[piece.start : piece.start + piece.length])
+                sources.append(torch.frombuffer(data, dtype=torch.uint8))  # pinned where the scratch buffer is
+    unloading.put(homes, sources)
+    return unloading.marks(homes)
+
+
+# A few reusable buffers of one chunk each, for bytes that cannot be received in place.
+
+
+class Scratch:
+    """At most ``count`` buffers, made when first needed; ``is_pinned``: their contents go on to a device."""
+
+    def __init__(self, count: int, *, is_pinned: bool = False) -> None:
+        self._left, self._free = count, list[tuple[torch.Tensor, Sequence[Mark]]]()
+        self._is_pinned = is_pinned
+        self._lock = threading.Lock()
+
+    def take(self) -> torch.Tensor | None:
+        """A buffer of ``CHUNK_BYTES``; None if all are in use. Waits if only devices still use the last ones."""
+        with self._lock:
+            order = range(len(self._free)) if self._is_pinned else reversed(range(len(self._free)))  # devices are done with the first ones
+            ready = (index for index in order if all(mark.query() for mark in self._free[index][1]))
+            index = next(ready, None)
+            if index is not None:
+                return self._free.pop(index)[0]
+            if not self._left and not self._free:
+                return None
+            given = None if self._left else self._free.pop(0)
+            self._left -= given is None
+        if given is not None:
+            for mark in given[1]:
+                mark.synchronize()
+            return given[0]
+        if self._is_pinned:
+            return devices().pinned((CHUNK_BYTES,), torch.uint8)
+        return torch.empty(CHUNK_BYTES, dtype=torch.uint8, device="cpu")
+
+    def give(self, buffer: torch.Tensor, marks: Sequence[Mark] = ()) -> None:
+        """Take back a buffer, which is free again once these marks are reached."""
+        with self._lock:
+            self._free.append((buffer, marks))
+
+
+# The tensors of a state before its bytes are there, over the memory into which the bytes will
+# come.
+
+
+_GIVEN_BYTES = 64 << 10
+"""Tensors of at least this size that the objects do not have yet become part of them as they are, without a copy."""
+
+
+def holders(specs: Sequence[TensorSpec], wanted: Sequence[bool]) -> dict[int, None]:
+    """The indices of wanted tensors, and of those to which they are tied."""
+    found = dict.fromkeys(index for index, is_wanted in enumerate(wanted) if is_wanted)
+    found.update((alias, None) for index in list(found) if (alias := specs[index].alias) is not None)
+    return found
+
+
+def placeholders(specs: Sequence[TensorSpec], wanted: Collection[int], shadow: Shadow) -> list[torch.Tensor | None]:
+    """Every wanted tensor, over untouched memory: of the shadow or, for a tensor of several shards, its own."""
+    tensors = [_placeholder(spec, shadow) if spec.alias is None and index in wanted else None for index, spec in enumerate(specs)]
+    tie(specs, tensors, wanted)
+    return tensors
+
+
+def gather(specs: Sequence[TensorSpec], tensors: list[torch.Tensor | None], wanted: Collection[int], shadow: Shadow) -> None:
+    """Put in its place each wanted tensor of several shards, assembled from the shards in the shadow."""
+    for index in wanted:
+        if specs[index].alias is None and not is_whole(specs[index]):
+            flat = assemble(specs[index], lambda shard: shadow.tensor(shard.start, shard.length))
+            tensors[index] = rebuild(flat, specs[index])
+
+
+def _placeholder(spec: TensorSpec, shadow: Shadow) -> torch.Tensor:
+    if is_whole(spec):
+        return rebuild(shadow.tensor(spec.shards[0].start, spec.shards[0].length), spec)
+    return rebuild(empty(spec), spec)
+
+
+def tie(specs: Sequence[TensorSpec], tensors: list[torch.Tensor | None], wanted: Collection[int]) -> None:
+    """Put the same tensor in every place where tied ones are wanted."""
+    for index in wanted:
+        alias = specs[index].alias
+        if alias is not None:
+            tensors[index] = tensors[alias]
+
+
+def givable(
+    specs: Sequence[TensorSpec], tensors: Sequence[torch.Tensor | None], wanted: Collection[int], homes: Mapping[int, object]
+) -> dict[int, Extent]:
+    """Placeholders that may become part of the objects, by id, with the places where they lie."""
+    found = {}
+    for index in wanted:
+        spec, tensor = specs[index], tensors[index]
+        if spec.alias is not None or index in homes or tensor is None or not is_whole(spec) or bytes_of(spec) < _GIVEN_BYTES:
+            continue
+        if all(stride or size == 1 for stride, size in zip(spec.strides, spec.shape, strict=True)):
+            found[id(tensor)] = (spec.shards[0].start, spec.shards[0].length)
+    return found
+
+
+# Memory on a device in which chunks are checked: each arrives whole, is digested there, and is
+# copied from there to its places.
+
+
+_logger = logging.getLogger(__name__)
+
+_MOST_LAUNCHES = 16
+"""More launches take longer than the host: without Triton's kernels the host checks all chunks."""
+
+
+class Desk:
+    """Room for a chunk on a device. Belongs to one thread at a time."""
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        self.memory = memory
+        self._digesters: dict[int, tuple[Digester, torch.Tensor]] = {}
+
+    def digester(self, length: int) -> tuple[Digester, torch.Tensor]:
+        """The digester for a chunk of this length that lies here, and host memory for its result."""
+        found = self._digesters.get(length)
+        if found is None:
+            here = devices().pinned((1, 8), torch.int64)
+            found = self._digesters[length] = Digester([(length, [(0, self.memory[:length])])]), here
+        return found
+
+    def can_digest(self, length: int) -> bool:
+        """Whether the device can digest a chunk of this length that lies here, in few enough launches to be worth it."""
+        return can_digest(length, [(0, self.memory[:length])]) and self.digester(length)[0].launches <= _MOST_LAUNCHES
+
+
+class Desks:
+    """At most ``count`` desks on the device of ``like``, made when they are first needed. Safe from any thread.
+
+    All work on them is queued on one stream, that of ``unloading``, so a desk may be given back while copies from it are still to come.
+    """
+
+    def __init__(self, like: torch.Tensor, unloading: Unloading, count: int) -> None:
+        self._like, self._unloading, self._left = like, unloading, count
+        self._stream = unloading.stream(devices().of(like))
+        self._free: list[Desk] = []
+        self._is_worth: dict[int, bool] = {}
+        self._is_given_up = False
+        self._lock = threading.Lock()
+
+    def take(self, length: int) -> Desk | None:
+        """A desk for a chunk of this length; None if all are in use, or the host should check the chunk."""
+        with self._lock:
+            if self._is_given_up or not self._is_worth.get(length, True) or not (self._free or self._left):
+                return None
+            desk = self._free.pop() if self._free else None
+            self._left -= desk is None
+        if desk is None:
+            try:
+                with devices().on(self._stream):
+                    desk = Desk(self._like.new_empty(CHUNK_BYTES, dtype=torch.uint8))
+            except RuntimeError as exc:
+                self._give_up(f"find no room there ({exc!r})")
+                return None
+        with self._lock:
+            if length not in self._is_worth:
+                self._is_worth[length] = desk.can_digest(length)
+            if self._is_worth[length]:
+                return desk
+        self.give(desk)
+        return None
+
+    def give(self, desk: Desk) -> None:
+        """Take back a desk that was taken."""
+        with self._lock:
+            self._free.append(desk)
+
+    def ready(self) -> Mark:
+        """The point behind which other streams may write to the desks that are taken now."""
+        return devices().mark(self._stream)
+
+    def bring(self, desk: Desk, data: torch.Tensor) -> None:
+        """Begin to copy a chunk from pinned memory; that memory is free again after ``is_right``."""
+        with devices().on(self._stream):
+            desk.memory[: data.numel()].copy_(data, non_blocking=True)
+
+    def is_right(self, desk: Desk, length: int, digest: bytes) -> bool:
+        """Whether a chunk that lies on a desk has this digest. The host waits for 64 bytes, and checks a wrong chunk itself."""
+        found: bytes | None = None
+        try:
+            found = self._digest(desk, length)
+        except Exception as exc:  # a kernel that cannot be compiled here, or no memory for it
+            self._give_up(f"cannot be digested there ({exc!r})")
+        if found == digest:
+            return True
+        here = devices().pinned((length,), torch.uint8)
+        with devices().on(self._stream):
+            here.copy_(desk.memory[:length])
+        is_right = chunk_digest(memoryview(here.numpy().data)) == digest
+        if is_right and found is not None:
+            self._give_up("had other digests there than on the host")
+        return is_right
+
+    def put(self, desk: Desk, pieces: Sequence[Piece]) -> None:
+        """Begin to copy a chunk with the right digest to its places."""
+        homes = [piece.home[piece.start : piece.start + piece.length] for piece in pieces if piece.home is not None]
+        assert len(homes) == len(pieces), "all of it belongs on the device"
+        self._unloading.put(homes, [desk.memory[piece.offset :][: piece.length] for piece in pieces])
+
+    def _digest(self, desk: Desk, length: int) -> bytes:
+        digester, here = desk.digester(length)
+        with devices().on(self._stream):
+            here.copy_(digester.lanes(), non_blocking=True)
+        devices().mark(self._stream).synchronize()
+        (found,) = digests_of(here.numpy(), digester.lengths)
+        return found
+
+    def _give_up(self, why: str) -> None:
+        with self._lock:
+            was_given_up, self._is_given_up = self._is_given_up, True
+        if not was_given_up:
+            _logger.warning("chunks of a clone on a device %s: the host checks them", why)
+
+
+def desks_of(homes: Mapping[int, Home], unloading: Unloading, count: int) -> dict[torch.device, Desks]:
+    """The desks of each device on which something lands."""
+    found: dict[torch.device, Desks] = {}
+    for home in homes.values():
+        if devices().is_on(home.flat) and devices().of(home.flat) not in found:
+            found[devices().of(home.flat)] = Desks(home.flat, unloading, count)
+    return found
+
+
+def wholly_on(segments: Sequence[Segment]) -> torch.device | None:
+    """The one device to which everything wanted of a chunk belongs; None if there is no such device."""
+    pieces = [piece for segment in segments for piece in segment.pieces]
+    if any(piece.home is None or not devices().is_on(piece.home) for piece in pieces):
+        return None
+    found = {devices().of(piece.home) for piece in pieces if piece.home is not None}
+    return found.pop() if len(found) == 1 else None

@@ -1,0 +1,358 @@
+"""A clone into live objects: through a shadow that is written at the end, or in place."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import TYPE_CHECKING, TypedDict, Unpack
+
+from datastates import values
+from datastates.errors import Closed, Conflict, Corrupt, Unavailable
+from datastates.state import in_place
+from datastates.state.data_position import Redivision
+from datastates.state.digest import pieces_digest
+from datastates.state.geometry import is_whole
+from datastates.state.in_place import Home, live_homes, wait_for_copies
+from datastates.state.manifest import CHUNK_BYTES
+from datastates.state.report import RestoreReport, Target
+from datastates.state.restore import check_into, reads, write
+from datastates.state.tree import unflatten
+from datastates.system.devices import Mark, devices
+
+from .contract import OnDevice
+from .receive_buffers import (
+    DIRECT_BYTES,
+    Desk,
+    Piece,
+    Scratch,
+    Segment,
+    Shadow,
+    Shadows,
+    Stretch,
+    Unloading,
+    desks_of,
+    gather,
+    givable,
+    holders,
+    placeholders,
+    route,
+    scatter,
+    tie,
+    wholly_on,
+)
+from .untrusted import CheckedManifest, distrusting
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["ObjectsSink"]
+
+_CORES = 8
+"""With so many cores the host checks what arrives in its memory faster than a device does, which takes each chunk by itself."""
+
+
+@dataclass(slots=True)
+class _Arriving:
+    """A chunk on its way: where its segments are received, the scratch buffer that holds some of them, and the desk to which it comes."""
+
+    memory: list[memoryview]
+    scratch: torch.Tensor | None
+    desk: Desk | None = None
+
+
+class SinkOptions(TypedDict, total=False):
+    """The other options of an ``ObjectsSink``; see there."""
+
+    only: str | Sequence[str] | None
+    strict: bool
+    atomic: bool
+    skip_equal: bool
+    keep: bool
+    scratch: int
+    shadows: Shadows | None
+
+
+class ObjectsSink:
+    """Receives a state into ``objects``. Made, committed and closed on the thread that owns them; misfits are refused when it is made.
+
+    With ``atomic``, nothing in the objects is touched before ``commit``. Without it, large tensors are received in place: from
+    the beginning until ``commit`` the objects are dirty, or until ``close`` if no buffer was handed out. ``only`` and ``strict`` are
+    as in ``restore_into``.
+    ``skip_equal`` leaves out chunks that the objects hold already (not with ``atomic``). ``keep`` keeps every accepted chunk for
+    ``pieces`` until ``close``. ``scratch`` is the number of chunks that may be on their way and cannot be received in place. ``shadows``
+    keeps the memory of one clone for the next.
+
+    :raises InvalidInput: the state does not fit the objects.
+    :raises Corrupt: the manifest's tree is not one of named objects.
+    """
+
+    @values.unpacks(SinkOptions, only=None, strict=True, atomic=True, skip_equal=False, keep=False, scratch=16, shadows=None)
+    def __init__(self, checked: CheckedManifest, objects: Mapping[str, object], **options: Unpack[SinkOptions]) -> None:
+        only, atomic, shadows = options["only"], options["atomic"], options["shadows"]
+        self.manifest = checked.manifest
+        self.lengths = checked.lengths
+        self._parts = checked
+        self._objects, self._only, self._strict, self._keeps = objects, only, options["strict"], options["keep"]
+        self._own, self._wants = Redivision(checked.manifest.origin.world_size, 0, 1), reads(objects, only)
+        self._wanted = holders(self._parts.specs, [self._wants(spec.path) for spec in self._parts.specs])
+        self._shadows = shadows
+        self._shadow = Shadow(len(self.lengths)) if shadows is None else shadows.take(len(self.lengths))
+        with distrusting():
+            self._tensors = placeholders(self._parts.specs, self._wanted, self._shadow)
+        targets = self._check()
+        self._homes = {} if atomic else self._find_homes(targets)
+        self._routes = self._route(is_atomic=atomic)
+        self._scratch = Scratch(options["scratch"], is_pinned=any(devices().is_on(home.flat) for home in self._homes.values()))
+        self._missing = dict.fromkeys(sorted(self._routes))
+        self._accepted: set[int] = set()
+        self._arriving: dict[int, _Arriving] = {}
+        self._lock = threading.Lock()
+        self._token = object()
+        self._is_touched = self._is_committed = self._is_closed = False
+        self._given: list[tuple[int, int]] = []
+        if options["skip_equal"] and not atomic:
+            self._skip_equal()
+        self._shadow.warm(list(self._fresh_extents()))
+        if self._homes:
+            wait_for_copies(objects)
+            in_place.mark(((home.path, home.live) for home in self._homes.values()), self._token)
+        self._unloading = Unloading(home.flat for home in self._homes.values())
+        self._desks = desks_of(self._homes, self._unloading, options["scratch"])
+        self._there = {index: device for index, each in self._routes.items() if (device := wholly_on(each)) is not None}
+
+    # --- the transfer: any thread -----------------------------------------------------------------------------------------
+
+    def missing(self) -> Sequence[int]:
+        """The chunks that hold something that is wanted, and were neither accepted nor are on their way."""
+        with self._lock:
+            return list(self._missing)
+
+    def buffers(self, index: int) -> Sequence[memoryview] | None:
+        """Where to receive a chunk; None while all scratch buffers are in use."""
+        self._check_open(is_thorough=False)
+        segments = self._routes[index]
+        scratch = None
+        if any(segment.memory is None for segment in segments) and not self._keeps:
+            scratch = self._scratch.take()
+            if scratch is None:
+                return None
+        packed = self._shadow.memory(index * CHUNK_BYTES, CHUNK_BYTES) if scratch is None else memoryview(scratch.numpy().data)
+        memory = [each.memory if each.memory is not None else packed[each.offset : each.offset + each.length] for each in segments]
+        with self._lock:
+            self._is_touched = bool(self._homes)
+            del self._missing[index]
+            self._arriving[index] = _Arriving(memory, scratch)
+        return memory
+
+    def device_buffer(self, index: int) -> OnDevice | None:
+        """Where to receive a chunk on the one device to which all of it belongs; None if ``buffers`` is better."""
+        self._check_open(is_thorough=False)
+        device = self._there.get(index)
+        desk = None if device is None or self._keeps else self._desks[device].take(self.lengths[index])
+        if device is None or desk is None:
+            return None
+        with self._lock:
+            self._is_touched = True
+            del self._missing[index]
+            self._arriving[index] = _Arriving([], None, desk)
+        return OnDevice(desk.memory[: self.lengths[index]], self._desks[device].ready())
+
+    def accept(self, index: int) -> bool:
+        """Check a chunk that was received, and move packed bytes to their places."""
+        with self._lock:
+            arriving = self._arriving[index]
+        digest = self.manifest.content.chunks[index].digest
+        marks: Sequence[Mark] = ()
+        is_right = self._accept_there(index, arriving, digest)
+        if is_right is None:
+            is_right = pieces_digest(arriving.memory) == digest
+            if is_right:
+                marks = scatter(self._routes[index], arriving.memory, self._shadow, self._unloading, is_in_shadow=self._keeps)
+        self._settle(index, is_accepted=is_right, marks=marks)
+        return is_right
+
+    def forget(self, index: int) -> None:
+        """Note that a chunk does not come."""
+        self._settle(index, is_accepted=False)
+
+    def pieces(self, index: int) -> Sequence[memoryview] | None:
+        """The bytes of an accepted chunk; None if they are not all kept. Valid until ``close``."""
+        with self._lock:
+            if index not in self._accepted or self._is_closed:
+                return None
+        return self._bytes_of(index)
+
+    # --- the end: the thread that owns the objects ------------------------------------------------------------------------
+
+    @property
+    def is_dirty(self) -> bool:
+        """Whether this clone has left the objects half old, half new."""
+        return (
+            self._is_touched and not self._is_committed and in_place.are_marked((home.live for home in self._homes.values()), self._token)
+        )
+
+    def commit(self) -> RestoreReport:
+        """Put the state, whose chunks are all right, into the objects, which are then whole and clean.
+
+        :raises Unavailable: chunks are missing; nothing is written.
+        :raises Conflict: something else was written into the objects since the clone began.
+        :raises InvalidInput: the objects changed meanwhile and no longer fit, or one refused its state: then they are dirty.
+        """
+        self._check_open(is_thorough=True)
+        left = len(self._routes) - len(self._accepted)
+        if left:
+            raise Unavailable(f"{left} of {len(self._routes)} chunks are still missing: resume the clone before it is committed")
+        self._unloading.join()
+        tensors = [self._homes[index].live if index in self._homes else tensor for index, tensor in enumerate(self._tensors)]
+        gather(self._parts.specs, tensors, self._wanted, self._shadow)
+        tie(self._parts.specs, tensors, self._wanted)
+        tree = unflatten(self._parts.skeleton, self._parts.values, tensors)
+        extents = givable(self._parts.specs, tensors, self._wanted, self._homes)
+        tree = self._own(tree, self._objects, self._wants)
+        findings = check_into(self._objects, tree, only=self._only, strict=self._strict, owned=extents)
+        wait_for_copies(self._objects)
+        try:
+            with distrusting():
+                report = replace(write(findings), notes=tuple(self._own.notes))
+        except BaseException:
+            in_place.mark(((target.path, target.live) for target in findings.targets), self._token)
+            raise
+        finally:  # what was written before an error lives in the objects, too
+            self._given = [extent for key, extent in extents.items() if key not in findings.kept]
+        self._is_committed = True
+        in_place.clean(home.live for home in self._homes.values())
+        if not self._keeps:
+            self.close()
+        return report
+
+    def close(self) -> None:
+        """Release the memory; do not look at ``pieces`` any more. Idempotent. Objects that were partly written stay dirty."""
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+        self._unloading.join()
+        if not self._is_touched and in_place.are_marked((home.live for home in self._homes.values()), self._token):
+            in_place.clean(home.live for home in self._homes.values())
+        self._shadow.close(keep=self._given if self._given else None)
+        self._tensors.clear()
+        self._routes.clear()
+        self._arriving.clear()
+        if self._shadows is not None and not self._given:
+            self._shadows.give(self._shadow)
+
+    # --- where everything goes --------------------------------------------------------------------------------------------
+
+    def _check(self) -> list[Target]:
+        """Refuse what does not fit, before a byte is asked for."""
+        with distrusting():
+            tree = unflatten(self._parts.skeleton, self._parts.values, self._tensors, is_sketch=True)
+            if not isinstance(tree, dict):
+                raise Corrupt("the manifest that the peer sent is of a state without named objects")
+            tree = self._own(tree, self._objects, self._wants)
+            return check_into(self._objects, tree, only=self._only, strict=self._strict, has_values=False).targets
+
+    def _find_homes(self, targets: Sequence[Target]) -> dict[int, Home]:
+        specs = self._parts.specs
+        index_of = {id(self._tensors[index]): index for index in self._wanted if specs[index].alias is None and is_whole(specs[index])}
+        return live_homes(targets, index_of, specs)
+
+    def _route(self, *, is_atomic: bool) -> dict[int, tuple[Segment, ...]]:
+        stretches = []
+        for index in self._wanted:
+            spec = self._parts.specs[index]
+            home = self._homes.get(index)
+            flat = None if home is None else home.flat
+            stretches += [Stretch(shard.start, shard.length, flat) for shard in spec.shards if shard.length]
+        stretches.sort(key=lambda stretch: stretch.start)
+        if not is_atomic:
+            return route(self.lengths, stretches, self._shadow)
+        # Whole chunks: a chunk is received in one piece, including what is not wanted of it.
+        touched = {index: None for each in stretches for index in _chunks_of(each.start, each.length)}
+        return {index: (self._whole(index),) for index in touched}
+
+    def _whole(self, index: int) -> Segment:
+        start, length = index * CHUNK_BYTES, self.lengths[index]
+        return Segment(0, length, self._shadow.memory(start, length), (Piece(0, length, None, start),))
+
+    def _fresh_extents(self) -> Iterator[tuple[int, int]]:
+        """The extents of the shadow that will be written, in the order in which they are asked for."""
+        for index in self._missing:
+            for segment in self._routes[index]:
+                if self._keeps and segment.memory is None:
+                    yield index * CHUNK_BYTES + segment.offset, segment.length
+                for piece in segment.pieces:
+                    if piece.home is None and piece.length >= DIRECT_BYTES:
+                        yield piece.start, piece.length
+
+    # --- chunks -----------------------------------------------------------------------------------------------------------
+
+    def _check_open(self, *, is_thorough: bool) -> None:
+        if self._is_closed:
+            raise Closed("the clone has ended: begin another one")
+        homes = self._homes.values() if is_thorough else islice(self._homes.values(), 1)  # all are looked at before the commit
+        if not in_place.are_marked((home.live for home in homes), self._token):
+            raise Conflict("something else was written to the objects that are cloned into: begin the clone again")
+
+    def _accept_there(self, index: int, arriving: _Arriving, digest: bytes) -> bool | None:
+        """``accept`` on the one device to which all of a chunk belongs; None if the host has to do it."""
+        device = self._there.get(index)
+        if device is None or (arriving.scratch is None and arriving.desk is None):
+            return None
+        desks, length = self._desks[device], self.lengths[index]
+        if arriving.desk is None and arriving.scratch is not None:
+            if len(os.sched_getaffinity(0)) >= _CORES:
+                return None
+            arriving.desk = desks.take(length)  # given back with the chunk, right or not
+            if arriving.desk is None:
+                return None
+            desks.bring(arriving.desk, arriving.scratch[:length])
+        assert arriving.desk is not None, "it came there, or was brought"
+        is_right = desks.is_right(arriving.desk, length, digest)
+        if is_right:
+            desks.put(arriving.desk, [piece for segment in self._routes[index] for piece in segment.pieces])
+        return is_right
+
+    def _settle(self, index: int, *, is_accepted: bool, marks: Sequence[Mark] = ()) -> None:
+        with self._lock:
+            arriving = self._arriving.pop(index)
+            if is_accepted:
+                self._accepted.add(index)
+            else:
+                self._missing[index] = None
+        if arriving.scratch is not None:
+            self._scratch.give(arriving.scratch, marks)
+        if arriving.desk is not None:
+            self._desks[self._there[index]].give(arriving.desk)
+
+    def _bytes_of(self, index: int) -> list[memoryview] | None:
+        found = []
+        for segment in self._routes[index]:
+            if segment.memory is not None:
+                found.append(segment.memory)
+            elif self._keeps:
+                found.append(self._shadow.memory(index * CHUNK_BYTES + segment.offset, segment.length))
+            else:
+                return None
+        return found
+
+    def _skip_equal(self) -> None:
+        """Mark chunks whose bytes the objects already hold as accepted."""
+        for index in list(self._missing):
+            pieces = [piece for segment in self._routes[index] for piece in segment.pieces]
+            held = [piece.home for piece in pieces if piece.home is not None and not devices().is_on(piece.home)]
+            if len(held) < len(pieces) or sum(piece.length for piece in pieces) != self.lengths[index]:
+                continue
+            views = [piece.view() for piece in pieces]
+            if pieces_digest(views) == self.manifest.content.chunks[index].digest:
+                del self._missing[index]
+                self._accepted.add(index)
+                for piece, view in zip(pieces, views, strict=True) if self._keeps else ():
+                    self._shadow.memory(index * CHUNK_BYTES + piece.offset, piece.length)[:] = view
+
+
+def _chunks_of(start: int, length: int) -> range:
+    return range(start // CHUNK_BYTES, -(-(start + length) // CHUNK_BYTES))

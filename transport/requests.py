@@ -1,0 +1,574 @@
+"""The questions of the peer: accepted as they come, answered by tasks of their own.
+
+Ask   -> take -> _answer, _reply            answers come from ``Answers``, a few at once
+Ask   -> take -> _begin_upload              a push: the description of its state follows in parts
+Part  -> part -> _reply                     with the last part, the state is fetched
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Coroutine
+from concurrent.futures import Executor, Future
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeVar
+
+import msgspec
+
+from datastates.errors import DatastatesError, Disconnected, InvalidInput, PeerFault, Unavailable
+from datastates.state.digest import body_of
+from datastates.system.failures import again, describe, revive
+from datastates.system.logs import Seldom
+
+from .contract import Relays, Source, Store, SupportsAddresses, SupportsParts
+from .fetch import fetch
+from .handshake import is_at
+from .limits import PAGE_BYTES, Budget, Limits, Share, weigh
+from .protocol import (
+    PART_BYTES,
+    Answer,
+    Ask,
+    Digests,
+    Failed,
+    Find,
+    Log,
+    Message,
+    Offer,
+    Open,
+    Opened,
+    Part,
+    Push,
+    Question,
+    Reach,
+    Refs,
+    Release,
+    Resolve,
+    StatePage,
+    decode_offer,
+)
+from .same_host import Neighbours
+from .sending import HANDLES, Feed, Fingerprints, Sending, Sent
+
+_logger = logging.getLogger(__name__)
+_logger.addFilter(Seldom())
+
+_ROOM_AT_ONCE = 2
+_T = TypeVar("_T")
+_encode = msgspec.msgpack.Encoder().encode
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """What the sessions of one server share. ``threads`` runs the store; ``pushing`` keeps some threads free for peers that do not push."""
+
+    store: Store
+    threads: Executor
+    relays: Relays | None = None
+    sent: Sent = field(default_factory=Sent)
+    fingerprints: Fingerprints = field(default_factory=Fingerprints)
+    neighbours: Neighbours = field(default_factory=Neighbours)
+    pushing: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_ROOM_AT_ONCE))
+    offers: Budget = field(default_factory=lambda: Budget(Limits().offer_bytes))
+
+
+class Answers:
+    """The answers to one peer. ``sending`` holds the states opened for it; a relay that it announced leaves when it does."""
+
+    def __init__(
+        self, service: Service, sending: Sending, peer: str, timeout_s: float, is_near: Callable[[], bool], remote: tuple[str, int] | None
+    ) -> None:
+        self._service, self._sending, self._peer, self._timeout_s = service, sending, peer, timeout_s
+        self._is_near, self._remote = is_near, remote
+        self._joined: set[tuple[str, str]] = set()
+        self._offered = Share(service.offers)
+
+    async def answer(self, question: Question) -> bytes:
+        """The body of the answer to a question. If this raises, the error is the answer."""
+        store = self._service.store
+        match question:
+            case Refs():
+                return await self._run(lambda: _encode(store.refs()))
+            case Find(query, limit, after):
+                return await self._run(lambda: _page(lambda most: store.find(query, most, after), limit))
+            case Log(rev, limit, after):
+                return await self._run(lambda: _page(lambda most: store.log(rev, most, after), limit))
+            case Resolve(rev):
+                return await self._run(lambda: _encode(store.resolve(rev)))
+            case Open():
+                return await self._open(question)
+            case Reach(uid):
+                parts = self._parts()
+                return await self._run(lambda: _encode(parts.reach(uid)))
+            case _:
+                raise PeerFault(f"{self._peer} asks {type(question).__name__} of a side that cannot answer it")
+
+    def begin_push(self, push: Push) -> None:
+        """Reserve room for what the peer is about to say of a state that it pushes; ``take`` releases it.
+
+        :raises InvalidInput: this server accepts no pushes.
+        :raises Unavailable: there is no room for it now.
+        """
+        self._service.store.check_writable()
+        if push.bytes > self._offered.limit:
+            raise InvalidInput(f"a push comes with {push.bytes} bytes of manifest and ancestry, at most {self._offered.limit} are taken")
+        if not self._offered.take(push.bytes):
+            raise Unavailable(f"there is no room for {push.bytes} bytes of a further push now: try again when others are done")
+
+    async def take(self, push: Push, body: bytearray, feed: Callable[[Offer, tuple[int, ...]], Feed]) -> bytes:
+        """Fetch a state that the peer pushes; the body of the answer is its record."""
+        # Threads work on it. So it is not cancelled: it fails once the session is over, and what it holds counts until then.
+        taking = asyncio.create_task(self._take(push, body, feed))
+        taking.add_done_callback(lambda done: done.cancelled() or done.exception())  # marks it as retrieved
+        try:
+            return await asyncio.shield(taking)
+        finally:
+            del taking  # its error refers to this frame, and the two would keep what was pushed
+
+    async def _take(self, push: Push, body: bytearray, feed: Callable[[Offer, tuple[int, ...]], Feed]) -> bytes:
+        store, taken = self._service.store, push.bytes
+        try:
+            async with self._service.pushing:  # a push may have to wait for room
+                taken += await self._reserve(body)
+                offer = await self._run(partial(decode_offer, body, peer=self._peer))
+                taken += await self._reserve(body_of(offer.manifest))
+                sink = await self._run(lambda: store.receive(offer))
+            source = feed(offer, tuple(sink.lengths))
+            try:
+                await fetch(sink, [source], timeout_s=self._timeout_s)
+                return _encode(await self._run(lambda: store.received(offer, sink)))
+            except BaseException:
+                self._service.threads.submit(store.abandon, offer, sink)
+                raise
+            finally:
+                await source.close()
+        finally:
+            self._offered.give(taken)
+
+    async def _reserve(self, encoded: bytearray | memoryview) -> int:
+        """Take what a part of a push will take in memory, before it is decoded."""
+        if not self._offered.take(weight := await self._run(partial(weigh, encoded, self._offered.limit))):
+            raise Unavailable(
+                f"manifest and ancestry of a push take more memory here than is left of {self._offered.limit} bytes: push one of its "
+                "ancestors first, or try again when others are done"
+            )
+        return weight
+
+    def close(self, incomplete: int) -> None:
+        """Clean up after a peer that is gone: its relays serve no more, and pushes with so many bytes do not come."""
+        self._offered.give(incomplete)
+        for uid, url in self._joined:
+            if self._service.relays is not None:
+                self._service.relays.leave(uid, url)
+        self._joined.clear()
+
+    async def _open(self, question: Open) -> bytes:
+        source = await self._run(self._opener(question), late=lambda opened: opened.close())
+        try:
+            manifest, lengths = bytes(source.manifest), tuple(source.lengths)
+            addresses = await self._addresses(source) if question.near and self._is_near() else ()
+            upstream = self._join(question)
+            handle = self._sending.add(source, question.uid, is_near=bool(addresses))
+        except BaseException:
+            self._service.threads.submit(source.close)
+            raise
+        return _encode(Opened(handle, manifest, lengths, upstream, addresses if upstream is None else ()))
+
+    def _opener(self, question: Open) -> Callable[[], Source]:
+        uid, part = question.uid, question.part
+        return partial(self._service.store.open, uid) if part is None else partial(self._parts().open_part, uid, part)
+
+    def _parts(self) -> SupportsParts:
+        if not isinstance(self._service.store, SupportsParts):
+            raise InvalidInput("this process serves no parts of states of several ranks: ask the source")
+        return self._service.store
+
+    async def _addresses(self, source: Source) -> tuple[int, ...]:
+        if not isinstance(source, SupportsAddresses):
+            return ()
+        with suppress(DatastatesError):  # a chunk that cannot be read is reported when it is wanted
+            return tuple(await self._run(source.addresses))
+        return ()
+
+    def _join(self, question: Open) -> str | None:
+        relays = self._service.relays
+        if question.relay is None or relays is None or len(self._joined) >= HANDLES or not is_at(question.relay, self._remote):
+            return None
+        upstream = relays.join(question.uid, question.relay, question.failed)
+        self._joined.add((question.uid, question.relay))
+        return None if question.here else upstream
+
+    async def _run(self, work: Callable[[], _T], *, late: Callable[[_T], object] | None = None) -> _T:
+        """Run ``work`` in a thread. If this is cancelled first, ``late`` gets the result."""
+        future = self._service.threads.submit(work)
+        try:
+            return await asyncio.wrap_future(future)
+        except asyncio.CancelledError:
+            if late is not None:
+                future.add_done_callback(lambda done: _hand(done, late))
+            raise
+        finally:
+            del future  # as in ``take``
+
+
+def _page(ask: Callable[[int], StatePage], limit: int) -> bytes:
+    """A page of at most ``limit`` states, encoded; of fewer if they take too many bytes."""
+    while len(body := _encode(ask(limit))) > PAGE_BYTES and limit > 1:
+        limit //= 2
+    return body
+
+
+def _hand(done: Future[_T], late: Callable[[_T], object]) -> None:
+    if done.cancelled() or done.exception() is not None:
+        return  # there is no result
+    try:
+        late(done.result())
+    except Exception:  # the peer that asked is gone, so nobody else hears of it
+        _logger.exception("what came too late could not be let go")
+
+
+# The tasks of one session, and the error with which it ends.
+
+
+_TASKS = 4096
+_logger.addFilter(Seldom())
+
+
+class Life:
+    """Belongs to the loop thread. ``end`` is run once, with the error and what to tell the peer; it must set ``ended``."""
+
+    def __init__(self, peer: str, end: Callable[[DatastatesError, str | None], Coroutine[Any, Any, None]]) -> None:
+        self._peer, self._end = peer, end
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._ending: asyncio.Task[None] | None = None
+        self.error: DatastatesError | None = None
+        self.ended = asyncio.Event()
+
+    def check_open(self) -> None:
+        """Raise the error with which the session ended, if it has."""
+        if self.error is not None:
+            raise again(self.error)
+
+    def spawn(self, work: Coroutine[Any, Any, _T]) -> asyncio.Task[_T]:
+        """Run ``work`` in a task of its own, which ends with the session. Each task holds something, so they may not be too many."""
+        if len(self._tasks) > _TASKS:
+            self.fall(PeerFault(f"{self._peer} sends more than it reads of the answers"))
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._finished)
+        return task
+
+    async def outcome(self, task: asyncio.Task[_T]) -> _T:
+        """The outcome of a task of the session. The task continues if the caller is cancelled; if the session ends first, its error is
+        raised."""
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            caller = asyncio.current_task()
+            if self.error is None or (caller is not None and caller.cancelling()):
+                raise
+            raise again(self.error) from None
+
+    def depend_on(self, work: Callable[..., Awaitable[None]], *arguments: object) -> None:
+        """Run ``work`` in a task of its own; if it fails, the session is over."""
+        self.spawn(self._or_fall(work, *arguments))
+
+    def fall(self, error: DatastatesError, *, farewell: str | None = None) -> None:
+        """End the session with an error, unless it already has one. The peer is told its fault, or the ``farewell``."""
+        if self.error is None:
+            self.error = error
+            if farewell is None and isinstance(error, PeerFault):
+                farewell = str(error)
+            self._ending = asyncio.create_task(self._end(error, farewell))
+
+    def cancel(self) -> list[asyncio.Task[Any]]:
+        """Cancel every task; returns those that have yet to end."""
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        return tasks
+
+    def _finished(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled():
+            task.exception()  # marks it as retrieved: a caller that still waits for it gets it as well
+
+    async def _or_fall(self, work: Callable[..., Awaitable[None]], *arguments: object) -> None:
+        try:
+            await work(*arguments)
+        except DatastatesError as exc:
+            self.fall(exc)
+        except Exception as exc:  # a fault of ours ends this connection, not the server
+            _logger.exception("the connection to %s failed", self._peer)
+            self.fall(Disconnected(f"the connection to {self._peer} failed with {type(exc).__name__}: {exc}"))
+
+
+# The time of one session.
+
+
+class Clock:
+    """Seconds, except those in which this process itself stood still for more than ``patience_s``: the peer is not to blame for these."""
+
+    def __init__(self, patience_s: float) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._patience_s = patience_s
+        self._stood_still_s = 0.0
+
+    def __call__(self) -> float:
+        return self._loop.time() - self._stood_still_s
+
+    async def tick(self, interval_s: float) -> None:
+        """Sleep for the interval, and notice if that took longer."""
+        before = self._loop.time()
+        await asyncio.sleep(interval_s)
+        late = self._loop.time() - before - interval_s
+        if late > self._patience_s:
+            self._stood_still_s += late
+
+
+# The questions of the peer: accepted as they come, answered by tasks of their own.
+
+
+_ASKED_AT_ONCE = 8  # questions of a peer that are answered at once; more wait
+_QUESTIONS = 256  # questions that a peer may have open, the waiting ones included
+
+
+@dataclass(slots=True)
+class _Upload:
+    """The description of a state that a peer pushes, as far as it has come."""
+
+    push: Push
+    moved_at: float
+    body: bytearray = field(default_factory=bytearray)
+
+
+class Asked:
+    """The peer's questions; belongs to the loop thread. ``feed`` makes the feed of a state that the peer holds open for us. Without
+    ``answers`` this side serves nothing, and the peer can ask only for what this side pushes."""
+
+    def __init__(
+        self,
+        answers: Answers | None,
+        sending: Sending,
+        *,
+        life: Life,
+        post: Callable[[Message], Awaitable[None]],
+        clock: Clock,
+        peer: str,
+        feed: Callable[[int, bytes, tuple[int, ...]], Feed],
+    ) -> None:
+        self._answers, self._sending, self._life = answers, sending, life
+        self._post, self._clock, self._peer, self._feed = post, clock, peer, feed
+        self._at_once = asyncio.Semaphore(_ASKED_AT_ONCE)
+        self._questions: set[int] = set()
+        self._uploads: dict[int, _Upload] = {}
+        self._refused: dict[int, int] = {}  # refused bodies that may still be arriving: how much of each is left
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a question is not answered yet."""
+        return bool(self._questions or self._uploads)
+
+    @property
+    def stalled_s(self) -> float:
+        """The seconds for which no part has come of a push whose description is incomplete."""
+        now = self._clock()
+        return max((now - upload.moved_at for upload in self._uploads.values()), default=0.0)
+
+    def take(self, number: int, question: Question) -> None:
+        """Begin to answer a question.
+
+        :raises PeerFault: its number is already in use, or too many questions are open.
+        """
+        if number in self._questions or len(self._questions) >= _QUESTIONS:
+            problem = "twice" if number in self._questions else f"while {_QUESTIONS} others are open"
+            raise PeerFault(f"{self._peer} asks question {number} {problem}")
+        self._questions.add(number)
+        match question:
+            case Push():
+                self._begin_upload(number, question)
+            case Release():
+                self._life.depend_on(self._reply, number, self._release, question)
+            case Digests():
+                self._life.depend_on(self._reply, number, self._sending.digests, question)
+            case _:
+                self._life.depend_on(self._answer, number, question)
+
+    def part(self, number: int, data: bytes) -> None:
+        """Take in a part of the description of a state that the peer pushes.
+
+        :raises PeerFault: its length is wrong.
+        """
+        upload = self._uploads.get(number)
+        left = self._refused.get(number, 0) if upload is None else upload.push.bytes - len(upload.body)
+        if len(data) != min(PART_BYTES, left) or not data:
+            raise PeerFault(f"{self._peer} sent {len(data)} bytes for question {number}, where {min(PART_BYTES, left)} belong")
+        if upload is None:
+            self._refused[number] -= len(data)
+            return
+        upload.body += data
+        upload.moved_at = self._clock()
+        if len(upload.body) == upload.push.bytes:
+            del self._uploads[number]
+            self._life.depend_on(self._reply, number, self._take_push, upload)
+
+    def close(self) -> None:
+        """Clean up; the session is over."""
+        if self._answers is not None:
+            self._answers.close(sum(upload.push.bytes for upload in self._uploads.values()))
+
+    def _begin_upload(self, number: int, push: Push) -> None:
+        """Begin a push. If it is refused, that happens before its body is accepted; parts already under way are dropped."""
+        try:
+            self._require(push).begin_push(push)
+        except DatastatesError as exc:
+            self._refused[number] = push.bytes
+            if len(self._refused) > _QUESTIONS:
+                del self._refused[next(iter(self._refused))]
+            self._questions.discard(number)
+            self._life.depend_on(self._post, Failed(number, describe(exc)))
+        else:
+            self._uploads[number] = _Upload(push, self._clock())
+
+    async def _answer(self, number: int, question: Question) -> None:
+        async with self._at_once:
+            await self._reply(number, self._own, question)
+
+    async def _reply(self, number: int, work: Callable[[_T], Awaitable[bytes]], matter: _T) -> None:
+        try:
+            body = await work(matter)
+        except Exception as exc:  # whatever it was, the peer that asked must hear of it
+            self._questions.discard(number)
+            await self._post(Failed(number, describe(exc)))
+            return
+        last = max(len(body) - 1, 0) // PART_BYTES
+        for part in range(last + 1):
+            if part == last:
+                self._questions.discard(number)
+            await self._post(Answer(number, body[part * PART_BYTES : (part + 1) * PART_BYTES], part == last))
+
+    async def _own(self, question: Question) -> bytes:
+        return await self._require(question).answer(question)
+
+    async def _take_push(self, upload: _Upload) -> bytes:
+        def feed(offer: Offer, lengths: tuple[int, ...]) -> Feed:
+            return self._feed(upload.push.handle, offer.manifest, lengths)
+
+        return await self._require(upload.push).take(upload.push, upload.body, feed)
+
+    async def _release(self, question: Release) -> bytes:
+        await self._sending.release(question.handle, question.generation)
+        return b""
+
+    def _require(self, question: Question) -> Answers:
+        if self._answers is None:
+            raise PeerFault(f"{type(question).__name__} was asked of a side that serves nothing")
+        return self._answers
+
+
+# The questions of one end of a session, and their answers as they come in parts.
+
+
+_ASKING_AT_ONCE = 64
+
+
+@dataclass(slots=True)
+class _Pending:
+    done: asyncio.Future[bytes]
+    limit: int
+    asked_at: float
+    touched_at: float
+    is_push: bool
+    body: bytearray = field(default_factory=bytearray)
+
+
+class Asking:
+    """Our questions, by id. An answer to a question that was given up is dropped; an answer to one never asked is the peer's fault."""
+
+    def __init__(self, post: Callable[[Message], Awaitable[None]], clock: Callable[[], float], peer: str) -> None:
+        self._post, self._clock, self._peer = post, clock, peer
+        self._room = asyncio.Semaphore(_ASKING_AT_ONCE)
+        self._pending: dict[int, _Pending] = {}
+        self._next = 0
+
+    async def ask(self, question: Question, *, limit: int, offer: bytes = b"") -> bytes:
+        """The whole body of the answer, of at most ``limit`` bytes. ``offer`` is sent after a ``Push``."""
+        async with self._room:
+            now = self._clock()
+            pending = _Pending(asyncio.get_running_loop().create_future(), limit, now, now, is_push=bool(offer))
+            number, self._next = self._next, self._next + 1
+            self._pending[number] = pending
+            try:
+                await self._post(Ask(number, question))
+                for start in range(0, len(offer), PART_BYTES):
+                    if pending.done.done():  # refused before all of it was sent
+                        break
+                    await self._post(Part(number, offer[start : start + PART_BYTES]))
+                return await pending.done
+            finally:
+                del self._pending[number]
+                if not pending.done.cancel() and not pending.done.cancelled():
+                    pending.done.exception()  # marks it as retrieved, also when posting failed first
+
+    def answered(self, message: Answer) -> None:
+        """Take in a part of an answer.
+
+        :raises PeerFault: it answers no question, or the parts are longer than allowed, or shorter than a part of a longer answer must be.
+        """
+        pending = self._find(message.id)
+        if not message.is_last and len(message.data) != PART_BYTES:
+            raise PeerFault(f"{self._peer} answers in a part of {len(message.data)} bytes, where each but the last has {PART_BYTES}")
+        if pending is None:
+            return
+        if len(pending.body) + len(message.data) > pending.limit:
+            raise PeerFault(f"{self._peer} answers with more than the {pending.limit} bytes that were asked for")
+        pending.body += message.data
+        pending.touched_at = self._clock()
+        if message.is_last:
+            pending.done.set_result(bytes(pending.body))
+
+    def failed(self, message: Failed) -> None:
+        """Take in an error as the answer to a question.
+
+        :raises PeerFault: it answers no question.
+        """
+        pending = self._find(message.id)
+        if pending is not None:
+            pending.done.set_exception(revive(message.failure))
+
+    def touch(self) -> None:
+        """Note that the peer works on what is pushed to it: it wants a chunk that it has not wanted before."""
+        for pending in self._pending.values():
+            if pending.is_push:
+                pending.touched_at = self._clock()
+
+    def expire(self, silent_s: float, total_s: float) -> None:
+        """Give up questions whose answer had no further part for ``silent_s``, or is not complete within ``total_s``.
+
+        A push lasts for as long as the peer keeps asking for its chunks.
+        """
+        now = self._clock()
+        for pending in self._pending.values():
+            if pending.done.done():
+                continue
+            if now - pending.touched_at > silent_s:
+                problem = f"has not answered for {silent_s:g} s"
+            elif now - pending.asked_at > total_s and not pending.is_push:
+                problem = f"has sent {len(pending.body)} bytes of an answer in {total_s:g} s and does not come to its end"
+            else:
+                continue
+            pending.done.set_exception(Disconnected(f"{self._peer} is alive, but {problem}: try again later"))
+
+    def fail(self, error: DatastatesError) -> None:
+        """Fail all open questions; the session is over."""
+        for pending in self._pending.values():
+            if not pending.done.done():
+                pending.done.set_exception(again(error))
+
+    def _find(self, number: int) -> _Pending | None:
+        if number >= self._next:
+            raise PeerFault(f"{self._peer} answers question {number}, which was never asked")
+        pending = self._pending.get(number)
+        return None if pending is None or pending.done.done() else pending

@@ -1,0 +1,655 @@
+"""The states that one end of a session holds open for the other, and how their chunks are sent."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from abc import ABC, abstractmethod
+from collections import Counter, OrderedDict
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from blake3 import blake3
+
+from datastates.errors import Closed, Corrupt, DatastatesError, Disconnected, InvalidInput, PeerFault, Unavailable
+from datastates.system.failures import again, describe, revive
+from datastates.system.logs import Seldom
+
+from .contract import Link, OnDevice, Source, SupportsCheck, SupportsRecall
+from .data_plane import Plane, surely
+from .protocol import PIECES, Digests, Gone, Message, Took, Want
+
+DIGEST_BYTES: Final = 32
+
+DAMAGED: Final = bytes(DIGEST_BYTES)
+"""Sent for a chunk that does not match its manifest here."""
+
+_STATES = 64  # how many states' digests are kept: 32 bytes for each 4 MiB
+_AT_ONCE = 2  # threads that compute: the training needs the other processors
+
+
+def digest_of(pieces: Sequence[memoryview]) -> bytes:
+    """BLAKE3 of the bytes in some pieces of memory, in order; releases the interpreter's lock."""
+    hasher = blake3()
+    for piece in pieces:
+        hasher.update(piece)
+    return hasher.digest()
+
+
+class Fingerprints:
+    """Digests that are computed once for all sessions that share this, in threads of its own. Belongs to the loop thread."""
+
+    def __init__(self) -> None:
+        self._threads = ThreadPoolExecutor(_AT_ONCE, "datastates-digest")
+        self._kept: OrderedDict[bytes, dict[int, bytes]] = OrderedDict()
+        self._coming: dict[tuple[bytes, int], asyncio.Task[bytes]] = {}
+
+    async def of(self, state: bytes, index: int, source: Source) -> bytes:
+        """The digest of a chunk. ``state`` identifies what ``source`` holds. The source must stay open until this returns, cancelled or
+        not."""
+        found = self._kept.get(state, {}).get(index)
+        if found is not None:
+            self._kept.move_to_end(state)
+            return found
+        key = state, index
+        coming = self._coming.get(key)
+        if coming is not None and not coming.done():
+            await asyncio.wait({coming})
+            return await self.of(state, index, source) if coming.cancelled() or coming.exception() is not None else coming.result()
+        coming = self._coming[key] = asyncio.create_task(self._compute(source, index))
+        try:
+            while not coming.done():
+                await asyncio.wait({coming})
+            digest = coming.result()
+        except asyncio.CancelledError:
+            coming.cancel()
+            await asyncio.wait({coming})
+            raise
+        finally:
+            if self._coming.get(key) is coming:
+                del self._coming[key]
+        if digest != DAMAGED:
+            self._keep(state, index, digest)
+        return digest
+
+    def close(self) -> None:
+        """Let its threads end; idempotent."""
+        self._threads.shutdown(wait=False)
+
+    def _keep(self, state: bytes, index: int, digest: bytes) -> None:
+        self._kept.setdefault(state, {})[index] = digest
+        self._kept.move_to_end(state)
+        while len(self._kept) > _STATES:
+            self._kept.popitem(last=False)
+
+    async def _compute(self, source: Source, index: int) -> bytes:
+        pieces = await source.chunk(index)
+        check = source.is_whole if isinstance(source, SupportsCheck) else None
+        work = asyncio.get_running_loop().run_in_executor(self._threads, _compute, pieces, index, check)
+        try:
+            return await asyncio.shield(work)
+        except asyncio.CancelledError:
+            await asyncio.wait({work})  # a millisecond; after that nobody reads the source any more
+            raise
+
+
+def _compute(pieces: Sequence[memoryview], index: int, check: Callable[[int, Sequence[memoryview]], bool] | None) -> bytes:
+    try:
+        return digest_of(pieces) if check is None or check(index, pieces) else DAMAGED
+    except Corrupt:
+        return DAMAGED
+
+
+# Cuts the bytes of a chunk as its receiver wants them.
+
+
+def cut(pieces: Sequence[memoryview], lengths: Sequence[int]) -> list[memoryview]:
+    """The same bytes as pieces of other lengths: views if a new piece lies in one old piece, else copies.
+
+    Old and new pieces have the same total length.
+    """
+    rest = _flat(pieces)
+    current = next(rest, memoryview(b""))
+    new = []
+    for length in lengths:
+        if not current:
+            current = next(rest)
+        if length <= len(current):
+            new.append(current[:length])
+            current = current[length:]
+            continue
+        joined = bytearray()
+        while len(joined) < length:
+            current = current or next(rest)
+            taken = length - len(joined)
+            joined += current[:taken]
+            current = current[taken:]
+        new.append(memoryview(joined))
+    return new
+
+
+def _flat(pieces: Sequence[memoryview]) -> Iterator[memoryview]:
+    for piece in pieces:
+        if piece.nbytes:
+            yield piece if piece.format == "B" and piece.ndim == 1 else piece.cast("B")
+
+
+# The states that one end of a session holds open for the other, and how their chunks are sent.
+
+
+WANTS = 64
+"""The most chunks that a peer may ask for at once."""
+
+HANDLES = 64
+"""The most states that a peer may hold open at once."""
+
+_FINISH_S = 1.0
+_CLOSED = "the state is no longer held open for sending: open it again"
+_logger = logging.getLogger(__name__)
+_logger.addFilter(Seldom())
+
+
+@dataclass(slots=True)
+class Sent:
+    """The bytes that left this process through all sessions that share it. ``states`` counts bytes by uid, ``recalled`` counts states whose
+    memory was wanted back while a peer held them open."""
+
+    bytes: int = 0
+    chunks: int = 0
+    states: Counter[str] = field(default_factory=Counter)
+    recalled: int = 0
+
+
+@dataclass(slots=True)
+class _Held:
+    source: Source
+    uid: str
+    lengths: tuple[int, ...]
+    state: bytes
+    reads: set[asyncio.Task[bytes]] = field(default_factory=set)
+    sends: dict[asyncio.Task[None], Want] = field(default_factory=dict)
+    wanted: set[int] = field(default_factory=set)
+    is_released: bool = False
+    is_near: bool = False
+    recall: asyncio.Task[None] | None = None
+    error: DatastatesError | None = None
+
+
+class Sending:
+    """Open sources by handle. A source is closed only when nothing reads its memory any more."""
+
+    def __init__(
+        self,
+        plane: Plane,
+        post: Callable[[Message], Awaitable[None]],
+        clock: Callable[[], float],
+        peer: str,
+        sent: Sent,
+        fingerprints: Fingerprints,
+    ) -> None:
+        self._plane, self._post, self._clock, self._peer, self._sent = plane, post, clock, peer, sent
+        self._fingerprints = fingerprints
+        self._held: dict[int, _Held] = {}
+        self._next = 0
+        self._refusals: set[asyncio.Task[None]] = set()
+        self.end: Callable[[DatastatesError], None] = lambda error: None
+        """Ends the session: there is no other way to take back a state that the peer reads directly."""
+        self._moving, self._moved_at, self._used_at = 0, clock(), clock()
+        self._has_moved = False
+        self.bytes = 0
+        self.is_draining = False
+
+    @property
+    def running(self) -> int:
+        """The number of chunks under way."""
+        return sum(len(held.sends) for held in self._held.values())
+
+    @property
+    def is_holding(self) -> bool:
+        """Whether the peer holds states open."""
+        return bool(self._held)
+
+    @property
+    def stalled_s(self) -> float:
+        """The seconds for which the peer has taken nothing of what is being sent, as of the last check."""
+        if self._has_moved:
+            self._moved_at, self._has_moved = self._clock(), False
+        return self._clock() - self._moved_at if self._moving else 0.0
+
+    @property
+    def idle_s(self) -> float:
+        """The seconds for which the peer has held states open without asking for any of their chunks."""
+        return self._clock() - self._used_at if self._held and not self.running else 0.0
+
+    def add(self, source: Source, uid: str, *, is_near: bool = False) -> int:
+        """Hold a source open; it is closed with the handle, or with the session. ``is_near``: the peer knows where it is in memory.
+
+        :raises InvalidInput: the peer holds too many already.
+        """
+        if len(self._held) >= HANDLES:
+            raise InvalidInput(f"{self._peer} holds {HANDLES} states open: release one of them first")
+        handle, self._next = self._next, self._next + 1
+        self._held[handle] = _Held(source, uid, tuple(source.lengths), digest_of([memoryview(source.manifest)]), is_near=is_near)
+        if isinstance(source, SupportsRecall):
+            loop = asyncio.get_running_loop()
+
+            def tell() -> None:
+                with suppress(RuntimeError):  # the loop has ended, and its sources with it
+                    loop.call_soon_threadsafe(self._take_back, handle)
+
+            source.when_wanted(tell)
+        self._used_at = self._clock()
+        return handle
+
+    def want(self, want: Want) -> bool:
+        """Send a chunk, in a task of its own; returns whether it had not been wanted before.
+
+        :raises PeerFault: there is no such chunk, it has another length, or too many are under way.
+        """
+        self._plane.follow(want.generation)
+        if want.handle >= self._next:
+            raise PeerFault(f"{self._peer} wants a chunk under handle {want.handle}, which it was never given")
+        if self.running + len(self._refusals) >= WANTS:
+            raise PeerFault(f"{self._peer} wants more than {WANTS} chunks at once")
+        held = self._held.get(want.handle)
+        if held is None or held.is_released:
+            refusal = asyncio.create_task(self._gone(want, Closed(_CLOSED)))
+            self._refusals.add(refusal)
+            refusal.add_done_callback(self._refusals.discard)
+            return False
+        if want.index >= len(held.lengths) or sum(want.pieces) != held.lengths[want.index]:
+            had = f"has {held.lengths[want.index]} bytes" if want.index < len(held.lengths) else f"is none of {len(held.lengths)}"
+            raise PeerFault(f"{self._peer} wants {sum(want.pieces)} bytes of chunk {want.index} of state {held.uid}, which {had}")
+        self._used_at = self._clock()
+        if not self.is_draining:
+            send = asyncio.create_task(self._send(held, want))
+            held.sends[send] = want
+            send.add_done_callback(held.sends.pop)
+        is_new = want.index not in held.wanted
+        held.wanted.add(want.index)
+        return is_new
+
+    async def digests(self, question: Digests) -> bytes:
+        """The digests that the chunks of a state should have, one after the other.
+
+        :raises PeerFault: there never was such a handle or chunk.
+        :raises Closed: it was released.
+        """
+        if question.handle >= self._next:
+            raise PeerFault(f"{self._peer} asks for digests under handle {question.handle}, which it was never given")
+        held = self._held.get(question.handle)
+        if held is None or held.is_released:
+            raise Closed(_CLOSED)
+        if max(question.indexes) >= len(held.lengths):
+            raise PeerFault(f"{self._peer} asks for the digest of chunk {max(question.indexes)} of {len(held.lengths)}")
+        self._used_at = self._clock()
+        await _settled(held)
+        reads = [asyncio.create_task(self._fingerprints.of(held.state, index, held.source)) for index in question.indexes]
+        held.reads.update(reads)
+        try:
+            found = b"".join(await asyncio.gather(*reads))
+        finally:
+            for read in reads:
+                read.cancel()
+            await asyncio.wait(reads)
+            held.reads.difference_update(reads)
+        self._used_at = self._clock()
+        return found
+
+    def took(self, took: Took) -> None:
+        """Note that the peer has read chunks directly from memory.
+
+        :raises PeerFault: there never was such a handle.
+        """
+        if took.handle >= self._next:
+            raise PeerFault(f"{self._peer} has read a state under handle {took.handle}, which it was never given")
+        self._used_at = self._clock()
+        self._sent.chunks += took.chunks
+        self._sent.bytes += took.bytes
+        if (held := self._held.get(took.handle)) is not None:
+            self._sent.states[held.uid] += took.bytes
+
+    async def release(self, handle: int, generation: int = 0) -> None:
+        """Release a state. Sends under way may finish shortly, else the data plane is reset.
+
+        :raises PeerFault: there never was such a handle.
+        """
+        if handle >= self._next:
+            raise PeerFault(f"{self._peer} releases handle {handle}, which it was never given")
+        self._plane.follow(generation)
+        held = self._held.get(handle)
+        if held is None or held.is_released:
+            return
+        held.is_released = True
+        if held.sends:
+            await asyncio.wait(held.sends, timeout=_FINISH_S)
+        cut_off = list(held.sends.values())
+        await self._close(held)
+        self._held.pop(handle, None)
+        for want in cut_off:
+            await self._gone(want, Closed(_CLOSED))
+
+    def _take_back(self, handle: int) -> None:
+        """Begin to give back the memory of a state, which its owner needs."""
+        held = self._held.get(handle)
+        if held is None or held.is_released or held.recall is not None:
+            return
+        self._sent.recalled += 1
+        error = Unavailable(
+            f"state {held.uid[:10]} had to leave memory while it was cloned, as the training that is served needed it: clone again, "
+            "or a state that is durable"
+        )
+        if held.is_near:
+            self.end(error)
+        else:
+            held.recall = asyncio.create_task(self._recall(held, error))
+
+    async def _recall(self, held: _Held, error: DatastatesError) -> None:
+        """Stop its sends; the peer may ask for the chunks again if the state can be read on from elsewhere."""
+        assert isinstance(held.source, SupportsRecall), "it was told so"
+        cut_off = await _cut_off(held)
+        if held.reads:
+            await asyncio.wait(held.reads)  # a few ms
+        try:
+            goes_on = await asyncio.to_thread(held.source.recall)
+        except Exception:  # a store of ours may fail in any way; the connection goes on
+            _logger.exception("state %s could not be let go", held.uid)
+            goes_on = False
+        held.error = None if goes_on else error
+        why = Disconnected("the state is read on from disk") if goes_on else error
+        for want in cut_off:
+            await self._gone(want, why, is_link=goes_on)
+
+    async def drain(self, grace_s: float) -> None:
+        """Begin no more chunks, and wait for those under way."""
+        self.is_draining = True
+        if sends := [task for held in self._held.values() for task in held.sends]:
+            await asyncio.wait(sends, timeout=grace_s)
+
+    async def close(self) -> None:
+        """Close every source; the plane was closed before."""
+        for task in list(self._refusals):
+            task.cancel()
+        await asyncio.gather(*self._refusals, *(self._close(held) for held in list(self._held.values())), return_exceptions=True)
+        self._held.clear()
+
+    async def _send(self, held: _Held, want: Want) -> None:
+        link: Link | None = None
+        is_read = False
+        try:
+            pieces = await _read(held, want.index)
+            is_read = True
+            link = await self._plane.link(want.generation)
+            await self._hand_over(link, want, pieces)
+        except asyncio.CancelledError:
+            if link is not None:  # the pieces may still be under way on it; the current link may be another one
+                await self._plane.drop(link)
+            raise
+        except Exception as exc:  # whatever it was, the peer that waits for the chunk must hear of it
+            if link is not None or want.generation == self._plane.generation:
+                await self._plane.drop(link)
+            await self._gone(want, exc, is_link=is_read and isinstance(exc, Disconnected))
+        else:
+            self._sent.chunks += 1
+            self._sent.states[held.uid] += sum(want.pieces)
+
+    async def _hand_over(self, link: Link, want: Want, pieces: Sequence[memoryview]) -> None:
+        """Send as many messages as the peer waits for."""
+        size = sum(want.pieces)
+        if not self._moving:
+            self._moved_at = self._clock()
+        self._moving += 1
+        try:
+            await link.send_all(want.tag, cut(pieces, want.pieces), self._move)
+        finally:
+            self._moving -= 1
+        self._moved_at = self._used_at = self._clock()
+        self.bytes += size
+        self._sent.bytes += size
+
+    def _move(self) -> None:
+        """Note that a piece has left; called on any thread."""
+        self._has_moved = True
+
+    async def _gone(self, want: Want, error: BaseException, *, is_link: bool = False) -> None:
+        with suppress(DatastatesError):  # the session is over: nobody waits any more
+            await self._post(Gone(want.tag, describe(error), self._plane.generation, is_link))
+
+    async def _close(self, held: _Held) -> None:
+        if held.recall is not None:
+            await asyncio.wait({held.recall})
+        await _cut_off(held)
+        if held.reads:
+            for read in held.reads:
+                read.cancel()
+            await asyncio.wait(held.reads)
+        try:
+            await surely(asyncio.ensure_future(asyncio.to_thread(held.source.close)))
+        except Exception:  # a store of ours may fail in any way; the connection goes on
+            _logger.exception("state %s could not be let go", held.uid)
+
+
+async def _cut_off(held: _Held) -> list[Want]:
+    """Stop all sends under way; returns what they were."""
+    cut_off = list(held.sends.values())
+    if held.sends:
+        for task in held.sends:
+            task.cancel()
+        await asyncio.wait(held.sends)
+    return cut_off
+
+
+async def _settled(held: _Held) -> None:
+    """Wait until it is known where a state is now.
+
+    :raises Unavailable: its memory was wanted back, and it is nowhere else.
+    """
+    if held.recall is not None:
+        await asyncio.shield(held.recall)
+    if held.error is not None:
+        raise again(held.error)
+
+
+async def _read(held: _Held, index: int) -> Sequence[memoryview]:
+    """The pieces of a chunk, from where the state now is."""
+    await _settled(held)
+    return _checked(await held.source.chunk(index), held, index)
+
+
+def _checked(pieces: Sequence[memoryview], held: _Held, index: int) -> Sequence[memoryview]:
+    found = sum(piece.nbytes for piece in pieces)
+    if found != held.lengths[index]:
+        raise Corrupt(f"chunk {index} of state {held.uid} should have {held.lengths[index]} bytes, and {found} are here")
+    return pieces
+
+
+# A state that a peer holds open for us, and how its chunks are received.
+
+
+_WORD_S = 0.1
+_TRIES = 4  # each over a new link
+
+
+class _Broken(Exception):
+    """The link broke; the chunk itself is fine."""
+
+    def __init__(self, error: DatastatesError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+class Feed(ABC):
+    """One state that a peer holds open. ``name`` says where it comes from; ``lengths`` is what the peer says of its chunks.
+
+    With ``is_bound`` most chunks come in a way that proves whose they are. ``reaches_devices``: they can be received on a device.
+    """
+
+    def __init__(
+        self, name: str, manifest: bytes, lengths: tuple[int, ...], *, is_bound: bool = False, reaches_devices: bool = False
+    ) -> None:
+        self.name, self.manifest, self.lengths, self.is_bound = name, manifest, lengths, is_bound
+        self.reaches_devices = reaches_devices
+        self._is_closed = False
+
+    async def receive(self, index: int, buffers: Sequence[memoryview]) -> bool:
+        """Fill ``buffers`` with the bytes of a chunk. However it ends, even when it is cancelled, nobody writes to them afterwards.
+
+        True: the bytes came in a way that proves that they are the peer's own. Otherwise anybody may have sent them. In either case they
+        are not checked: the caller compares digests.
+
+        :raises DatastatesError: the error that kept the peer from sending it.
+        :raises Disconnected: the session is over, nothing came for its ``timeout_s``, or the link broke four times in a row.
+        """
+        wanted = sum(buffer.nbytes for buffer in buffers)
+        self._check(index, wanted)
+        return not wanted or await self._receive(index, [buffer for buffer in buffers if buffer.nbytes])
+
+    async def receive_there(self, index: int, into: OnDevice) -> bool:
+        """Like ``receive``, into memory of a device; only if ``reaches_devices``."""
+        self._check(index, into.nbytes)
+        return await self._receive_there(index, into)
+
+    def _check(self, index: int, wanted: int) -> None:
+        if index >= len(self.lengths) or wanted != self.lengths[index]:
+            had = f"{self.lengths[index]} bytes" if index < len(self.lengths) else "no such chunk"
+            raise InvalidInput(f"{wanted} bytes were asked for as chunk {index} of a state that has {had} at {self.name}")
+
+    @abstractmethod
+    async def digests(self, indexes: Sequence[int]) -> Sequence[bytes]:
+        """BLAKE3 of these chunks, as the peer has them."""
+
+    async def close(self) -> None:
+        """Let the peer unpin the state; idempotent, and does nothing once the session is over."""
+        if not self._is_closed:
+            self._is_closed = True
+            with suppress(DatastatesError):
+                await self._release()
+
+    @abstractmethod
+    async def _receive(self, index: int, buffers: Sequence[memoryview]) -> bool:
+        """See ``receive``; the buffers have the right size, and none is empty."""
+
+    async def _receive_there(self, index: int, into: OnDevice) -> bool:
+        """See ``receive_there``."""
+        raise InvalidInput(f"chunk {index} was to be received on a device, which {self.name} does not reach")
+
+    @abstractmethod
+    async def _release(self) -> None:
+        """See ``close``."""
+
+
+class Receiving:
+    """The chunks that were asked for on one session."""
+
+    def __init__(self, plane: Plane, post: Callable[[Message], Awaitable[None]], clock: Callable[[], float]) -> None:
+        self._plane, self._post, self._clock = plane, post, clock
+        self._room = asyncio.Semaphore(WANTS)
+        self._wanted: dict[int, tuple[asyncio.Future[Any], asyncio.Future[Gone]]] = {}
+        self._tags, self._count = secrets.randbits(31) << 32, 0
+        self._moved_at, self._has_moved = clock(), False
+        self._claimed = 0
+        self.bytes_wanted = 0
+
+    @property
+    def stalled_s(self) -> float:
+        """The seconds for which nothing has come of what was asked for, as of the last check."""
+        if self._has_moved:
+            self._moved_at, self._has_moved = self._clock(), False
+        return self._clock() - self._moved_at if self._wanted else 0.0
+
+    async def chunk(self, handle: int, index: int, buffers: Sequence[memoryview] | OnDevice) -> None:
+        """Receive a chunk: first the receives are posted, then the peer is asked.
+
+        A link that breaks while the session stands does not fail the chunk, which is asked for again over a new link. UCX may take down
+        a new connection together with one that either end closes at that moment.
+        """
+        if not isinstance(buffers, OnDevice) and len(buffers) > PIECES:
+            raise InvalidInput(f"chunk {index} is to be received in {len(buffers)} pieces: at most {PIECES} can be asked for")
+        async with self._room:
+            for left in reversed(range(_TRIES)):
+                link = await self._plane.link()
+                try:
+                    await self._receive(link, handle, index, buffers)
+                except _Broken as broken:
+                    if not left:
+                        raise broken.error from None
+                    _logger.info("chunk %d is asked for again over a new link: %s", index, broken.error)
+                else:
+                    return
+
+    async def _receive(self, link: Link, handle: int, index: int, buffers: Sequence[memoryview] | OnDevice) -> None:
+        sizes = (buffers.nbytes,) if isinstance(buffers, OnDevice) else tuple(buffer.nbytes for buffer in buffers)
+        tag = self._take_tags(len(sizes))
+        gone: asyncio.Future[Gone] = asyncio.get_running_loop().create_future()
+        here = link.receive_there(tag, buffers, self._move) if isinstance(buffers, OnDevice) else link.receive_all(tag, buffers, self._move)
+        want = Want(handle, index, tag, sizes, self._plane.generation)
+        try:
+            await link.posted()
+            if not self._wanted:
+                self._moved_at = self._clock()
+            self._wanted[tag] = here, gone
+            self.bytes_wanted += sum(want.pieces)
+            await self._post(want)
+            await _outcome(here, gone)
+        except BaseException:
+            await self._take_back(link, here)
+            raise
+        finally:
+            self._wanted.pop(tag, None)
+
+    def gone(self, message: Gone) -> None:
+        """Note that the peer will not send a chunk."""
+        self._plane.follow(message.generation)
+        here, gone = self._wanted.get(message.tag, (None, None))
+        if here is not None and gone is not None and not gone.done():
+            gone.set_result(message)
+            here.cancel()
+
+    def claim(self, sent: int) -> bool:
+        """Check what the peer says that it has sent; False if that cannot be true. Only what arrives counts as progress."""
+        if not self._claimed <= sent <= self.bytes_wanted:
+            return False
+        self._claimed = sent
+        return True
+
+    def _take_tags(self, count: int) -> int:
+        if self._count + count >= 1 << 32:
+            self._count = 0
+        first, self._count = self._count, self._count + count
+        return self._tags | first
+
+    def _move(self) -> None:
+        """Note that a piece has arrived; called on any thread."""
+        self._has_moved = True
+
+    async def _take_back(self, link: Link, here: asyncio.Future[Any]) -> None:
+        """Give the buffers back to the caller: only a dropped link is certain not to write to them."""
+        try:
+            await self._plane.drop(link)
+        finally:
+            here.cancel()
+            await asyncio.gather(here, return_exceptions=True)
+
+
+async def _outcome(here: asyncio.Future[Any], gone: asyncio.Future[Gone]) -> None:
+    """Wait until every piece is here, or one fails, or the peer says that they will not come."""
+    try:
+        await here
+    except asyncio.CancelledError:
+        caller = asyncio.current_task()
+        if not gone.done() or (caller is not None and caller.cancelling()):
+            raise
+    except DatastatesError as exc:
+        await asyncio.wait({gone}, timeout=_WORD_S)  # the peer's own message says more than a broken link
+        if not gone.done():
+            if isinstance(exc, Disconnected):
+                raise _Broken(exc) from exc
+            raise
+    else:
+        return
+    error = revive(gone.result().failure)
+    raise _Broken(error) if gone.result().is_link else error

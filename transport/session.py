@@ -1,0 +1,617 @@
+"""One authenticated connection. Once it stands both ends are equal: each may ask, answer, and send chunks of what it holds open.
+
+    beginning  the handshake, before there is a session
+    reader     takes every frame and hands it to the object responsible (``_take``); never waits for anything else
+    pulse      signals that this side is alive, and ends the session when the other side is not, or makes no progress
+    a task for each question of the peer (``asked``) and each chunk being sent (``sending``)
+
+However a session ends, its link is aborted before any waiting caller hears of it. Then its sources are closed, and no task is left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Self, TypeVar
+
+import msgspec
+
+from datastates.errors import Closed, DatastatesError, Disconnected, PeerFault, Unsupported
+from datastates.system.failures import Failure, again
+
+from . import same_host, tcp
+from .contract import Channel, OnDevice, Source, Terms, Tls, Transport
+from .data_connection import NAME_BYTES
+from .data_plane import Plane
+from .handshake import Sealed, admit, agree, greet, offer
+from .limits import ANSWER_TIMEOUTS, SILENT_TIMEOUTS, Share, weigh
+from .protocol import (
+    BODY_BYTES,
+    Answer,
+    Ask,
+    Bye,
+    Digests,
+    Failed,
+    Find,
+    Gone,
+    Identity,
+    Laid,
+    Land,
+    Log,
+    Message,
+    Moved,
+    Offer,
+    Open,
+    Opened,
+    Part,
+    Ping,
+    Push,
+    Question,
+    Reach,
+    Reached,
+    Ready,
+    RefRecord,
+    Refs,
+    Release,
+    Resolve,
+    Room,
+    StatePage,
+    StateRecord,
+    Took,
+    Want,
+    encode,
+)
+from .registry import transport_for
+from .requests import Answers, Asked, Asking, Clock, Life, Service
+from .same_host import Near, NearChunks, meet
+from .sending import DIGEST_BYTES, Feed, Fingerprints, Receiving, Sending, Sent
+
+if TYPE_CHECKING:
+    from .ipc import IpcEnd
+
+
+@dataclass(frozen=True, slots=True)
+class Feeds:
+    """What the feeds of one session share. ``is_bound`` says whether everything that comes over its data plane is the peer's own;
+    ``reaches_devices`` says whether it can be received on a device."""
+
+    peer: str
+    timeout_s: float
+    life: Life
+    post: Callable[[Message], Awaitable[None]]
+    asking: Asking
+    receiving: Receiving
+    plane: Plane
+    near: Near | None
+    is_bound: bool
+    reaches_devices: bool = False
+
+    def open(self, handle: int, manifest: bytes, lengths: tuple[int, ...], addresses: tuple[int, ...] = ()) -> Feed:
+        """The feed of a state that the peer holds open under ``handle``; ``addresses`` are those of its chunks in the peer's memory."""
+        if self.near is None or len(addresses) != len(lengths):
+            return _HeldFeed(self, handle, manifest, lengths, None)
+
+        def took(count: int, size: int) -> None:
+            self.life.depend_on(self.post, Took(handle, count, size))
+
+        return _HeldFeed(self, handle, manifest, lengths, NearChunks(self.near, addresses, took))
+
+
+class _HeldFeed(Feed):
+    def __init__(self, feeds: Feeds, handle: int, manifest: bytes, lengths: tuple[int, ...], near: NearChunks | None) -> None:
+        is_bound = feeds.is_bound or near is not None
+        super().__init__(feeds.peer, manifest, lengths, is_bound=is_bound, reaches_devices=feeds.reaches_devices)
+        self._feeds, self._handle, self._near = feeds, handle, near
+
+    async def digests(self, indexes: Sequence[int]) -> Sequence[bytes]:
+        size = DIGEST_BYTES * len(indexes)
+        said = await self._feeds.asking.ask(Digests(self._handle, tuple(indexes)), limit=size)
+        if len(said) != size:
+            raise PeerFault(f"{self.name} tells {len(said)} bytes of digests where {size} belong")
+        return [said[start : start + DIGEST_BYTES] for start in range(0, size, DIGEST_BYTES)]
+
+    async def _receive(self, index: int, buffers: Sequence[memoryview]) -> bool:
+        return await self._come(index, buffers)
+
+    async def _receive_there(self, index: int, into: OnDevice) -> bool:
+        return await self._come(index, into)
+
+    async def _come(self, index: int, buffers: Sequence[memoryview] | OnDevice) -> bool:
+        feeds = self._feeds
+        try:
+            if self._near is not None and not isinstance(buffers, OnDevice) and await self._near.receive(index, buffers):
+                feeds.life.check_open()  # memory read after the session's end may have been anything
+                return True
+            await feeds.receiving.chunk(self._handle, index, buffers)
+        except DatastatesError as exc:
+            if isinstance(exc, PeerFault):  # a message of the wrong length
+                feeds.life.fall(exc)
+            if feeds.life.error is not None:
+                await feeds.life.ended.wait()
+                raise again(feeds.life.error) from exc
+            raise
+        return feeds.is_bound
+
+    async def _release(self) -> None:
+        if self._near is not None:
+            self._near.close()
+        feeds = self._feeds
+        releasing = feeds.life.spawn(feeds.asking.ask(Release(self._handle, feeds.plane.generation), limit=0))
+        await asyncio.wait({releasing}, timeout=feeds.timeout_s)
+
+
+# How a session begins: both ends prove the token, agree on a data plane, and find out whether
+# they are processes of one host.
+
+
+_DAY_S = 86_400.0
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """Two ends that have proved themselves. ``own`` and ``its`` are what each said of itself; ``plane`` is the data plane that they agreed
+    on; ``neighbour`` is the memory of the other process, if that can be read."""
+
+    sealed: Sealed
+    transport: Transport
+    own: Ready
+    its: Ready
+    plane: str
+    terms: Terms
+    neighbour: same_host.Near | None
+    service: Service | None
+
+    async def close(self) -> None:
+        """Release everything; no session came of it."""
+        if self.neighbour is not None:
+            self.neighbour.close()
+        await self.sealed.close()
+
+
+async def reach(
+    url: str, channel: Channel | None, *, transport: Transport | None, token: bytes, timeout_s: float, tls: Tls | None, data: str
+) -> Begun:
+    """Begin at the end that dials ``url``, unless ``channel`` is already open to it; errors as in ``Session.connect``."""
+    transport = transport_for(url) if transport is None else transport
+    planes, wish = offer(transport.planes, transport.scheme, data, is_secret=tls is not None)
+    channel = await transport.dial(url, timeout_s=timeout_s, tls=tls) if channel is None else channel
+    own = Ready(planes, transport.located, _milliseconds(timeout_s), wish=wish)
+    sealed, its = await greet(channel, own, token=token, timeout_s=timeout_s)
+    try:
+        return await _begun(sealed, transport, own, its, _terms(sealed, timeout_s, url, tls))
+    except BaseException:
+        await sealed.close()
+        raise
+
+
+async def let_in(
+    channel: Channel,
+    service: Service,
+    *,
+    transport: Transport,
+    identity: Identity,
+    token: bytes,
+    timeout_s: float,
+    admission: Callable[[], None],
+    data: str,
+) -> Begun:
+    """Begin at the end that was dialled; errors as in ``Session.serve``."""
+
+    def ready() -> Ready:
+        admission()
+        return own
+
+    planes, wish = offer(transport.planes, transport.scheme, data, is_secret=channel.is_secret)
+    own = Ready(planes, transport.located, _milliseconds(timeout_s), identity, wish, service.neighbours.name)
+    sealed, its = await admit(channel, ready, token=token, timeout_s=timeout_s)
+    try:
+        return await _begun(sealed, transport, own, its, _terms(sealed, timeout_s), service)
+    except BaseException:
+        await sealed.close()
+        raise
+
+
+async def _begun(sealed: Sealed, transport: Transport, own: Ready, its: Ready, terms: Terms, service: Service | None = None) -> Begun:
+    plane = agree(own, its, sealed.peer)
+    neighbour = await meet(its.near, terms) if sealed.remote is not None and its.near else None
+    if plane == "ipc" and service is None and neighbour is None:
+        raise Unsupported(
+            f"{sealed.peer} is no other process of this host and user, or its memory may not be read, and data='ipc' is for those: connect "
+            "with data='auto'"
+        )
+    return Begun(sealed, transport, own, its, plane, terms, neighbour, service)
+
+
+def _terms(sealed: Sealed, timeout_s: float, url: str | None = None, tls: Tls | None = None) -> Terms:
+    """What both ends know of the session; only the end that dialled knows where."""
+    name, key = sealed.derive(b"name")[:NAME_BYTES], sealed.derive(b"data")
+    if url is None or sealed.remote is None:
+        return Terms(name, key, sealed.peer, timeout_s=timeout_s)
+    return Terms(name, key, sealed.peer, sealed.remote, tcp.split(url)[1], tcp.client_context(tls), timeout_s)
+
+
+def _milliseconds(timeout_s: float) -> int:
+    """As it travels: more than a day is a day."""
+    return round(min(max(timeout_s, 0.1), _DAY_S) * 1000)
+
+
+# One authenticated connection. Once it stands both ends are equal: each may ask, answer, and send
+# chunks of what it holds open.
+
+
+_T = TypeVar("_T")
+
+_IDLE_TIMEOUTS = 30  # how many timeouts states may be held open without a chunk being wanted
+_PAUSE = 0.1  # of a timeout: how long a session may be unused before it counts as idle
+_FAREWELL_S = 0.2
+_SMALL_BYTES = 64 << 10  # an answer of fewer bytes is decoded on the loop's thread
+
+
+class Session:
+    """Created by ``connect`` or ``serve``; every method belongs to the loop thread. ``peer`` says where the other end is."""
+
+    def __init__(self, begun: Begun) -> None:
+        sealed, own, its, service = begun.sealed, begun.own, begun.its, begun.service
+        self.peer, self.identity, self.timeout_s = sealed.peer, its.identity, own.timeout_ms / 1000
+        self.host, self.remote, self.data = sealed.host, sealed.remote, begun.plane
+        self._begun, self._sealed, self._writing = begun, sealed, asyncio.Lock()
+        self._interval_s = min(1.0, min(own.timeout_ms, its.timeout_ms) / 10_000)
+        self._clock = Clock(patience_s=self.timeout_s / 4)
+        self._heard_at = self._used_at = self._clock()
+        self._written_at: float | None = None  # when writing the present frame began
+        self._life = Life(self.peer, self._end)
+        self._ipc = self._made_ipc() if self.data == "ipc" else None
+        end = self._ipc or begun.transport.end(self.data, begun.terms, lambda: self._plane.generation)
+        told, address = (own.address, its.address) if end is begun.transport else (end.located, end.located)  # a session's own: the same
+        self._plane = Plane(end, told, address, self.peer, self._post)
+        self._asking = Asking(self._post, self._clock, self.peer)
+        self._receiving = Receiving(self._plane, self._post, self._clock)
+        self._fingerprints = Fingerprints() if service is None else service.fingerprints
+        sent = Sent() if service is None else service.sent
+        self._sending = Sending(self._plane, self._post, self._clock, self.peer, sent, self._fingerprints)
+        self._sending.end = lambda error: self._life.fall(error, farewell=str(error))
+        self._feeds = Feeds(
+            self.peer,
+            self.timeout_s,
+            self._life,
+            self._post,
+            self._asking,
+            self._receiving,
+            self._plane,
+            begun.neighbour,
+            is_bound=self._ipc is not None
+            or (self.data == "tcp" and sealed.is_secret),  # over TLS, and by the driver, everything is the peer's own
+            reaches_devices=self._ipc is not None,
+        )
+        answers = None if service is None else self._answers_of(service)
+        self._asked = Asked(
+            answers, self._sending, life=self._life, post=self._post, clock=self._clock, peer=self.peer, feed=self._feeds.open
+        )
+        self._life.depend_on(self._read)
+        self._life.depend_on(self._pulse)
+
+    def _made_ipc(self) -> IpcEnd:
+        from .ipc import IpcEnd  # imports torch
+
+        begun = self._begun
+        service, name = begun.service, begun.terms.name
+        is_near = (lambda: begun.neighbour is not None) if service is None else (lambda: service.neighbours.has(name))
+        return IpcEnd(self.peer, self._post, lambda: self._plane.generation, is_near)
+
+    def _answers_of(self, service: Service) -> Answers:
+        terms, neighbours = self._begun.terms, service.neighbours
+        neighbours.expect(terms)
+        return Answers(service, self._sending, self.peer, self.timeout_s, lambda: neighbours.has(terms.name), self.remote)
+
+    # --- how a session begins and ends ------------------------------------------------------------------------------------
+
+    @classmethod
+    async def connect(
+        cls,
+        url: str,
+        *,
+        token: bytes = b"",
+        timeout_s: float = 10.0,
+        tls: Tls | None = None,
+        transport: Transport | None = None,
+        channel: Channel | None = None,
+        data: str = "auto",
+    ) -> Self:
+        """A session with the server at ``url``, over ``channel`` if one is already open; ``data`` as in ``choice``.
+
+        :raises Disconnected: nobody answers there in time.
+        :raises Unauthorized: the tokens differ.
+        :raises PeerFault: the other end is not datastates, or speaks another version.
+        :raises Unsupported: the two sides have no data plane in common.
+        """
+        return await cls._of(await reach(url, channel, transport=transport, token=token, timeout_s=timeout_s, tls=tls, data=data))
+
+    @classmethod
+    async def serve(
+        cls,
+        channel: Channel,
+        service: Service,
+        *,
+        transport: Transport,
+        identity: Identity,
+        token: bytes = b"",
+        timeout_s: float = 10.0,
+        admission: Callable[[], None] = lambda: None,
+        data: str = "auto",
+    ) -> Self:
+        """A session with the client at the other end of ``channel``; ``admission`` may refuse one that knows the token.
+
+        :raises DatastatesError: no session came about; the channel is closed.
+        """
+        begun = await let_in(
+            channel,
+            service,
+            transport=transport,
+            identity=identity,
+            token=token,
+            timeout_s=timeout_s,
+            admission=admission,
+            data=data,
+        )
+        return await cls._of(begun)
+
+    @classmethod
+    async def _of(cls, begun: Begun) -> Self:
+        try:
+            return cls(begun)
+        except BaseException:
+            await begun.close()
+            raise
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it can be used; a session that is no longer open never is again."""
+        return self._life.error is None
+
+    @property
+    def unused_s(self) -> float:
+        """The seconds for which the peer has sent only signs of life, while nothing that it asked for is under way."""
+        is_used = self._asked.is_busy or bool(self._sending.running)
+        return 0.0 if is_used else self._clock() - self._used_at
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether it may be ended when others wait for its place; with states held open, only after a whole timeout."""
+        return self.unused_s > self.timeout_s * (1.0 if self._sending.is_holding else _PAUSE)
+
+    @property
+    def error(self) -> DatastatesError | None:
+        """The error with which it ended, if it has."""
+        return self._life.error
+
+    async def wait_closed(self) -> None:
+        """Wait until it has ended and nothing of it is left."""
+        await self._life.ended.wait()
+
+    async def close(self, reason: str = "it was closed") -> None:
+        """End it and tell the peer; idempotent. Callers that wait for anything on it get ``Closed``."""
+        self._life.fall(Closed(f"the connection to {self.peer} is over: {reason}"), farewell=reason)
+        await self._life.ended.wait()
+
+    async def drain(self, grace_s: float) -> None:
+        """Send no further chunks, and wait up to ``grace_s`` for those under way."""
+        await self._sending.drain(grace_s)
+
+    # --- what can be asked ------------------------------------------------------------------------------------------------
+
+    async def ask(self, question: Question, *, limit: int = BODY_BYTES) -> bytes:
+        """The body of the answer. An error on the other side is raised here as the same class.
+
+        :raises PeerFault: the answer is longer than ``limit``; the session is over.
+        :raises Disconnected: the session is over, or no part of the answer came for six timeouts.
+        """
+        return await self._asking.ask(question, limit=limit)
+
+    async def refs(self) -> list[RefRecord]:
+        """Every branch and tag on the other side."""
+        return await self._told(Refs(), list[RefRecord])
+
+    async def find(self, query: str, *, limit: int = 100, after: str | None = None, room: Share | None = None) -> StatePage:
+        """A page of the states that a query finds. It takes from ``room`` what it takes in memory.
+
+        :raises PeerFault: it has more states than were asked for, or ``room`` is used up; the session is over.
+        """
+        return await self._told(Find(query, limit, after), StatePage, room=room)
+
+    async def log(self, rev: str, *, limit: int = 100, after: str | None = None, room: Share | None = None) -> StatePage:
+        """A page of a state and its ancestors, newest first. ``room`` and errors are as for ``find``."""
+        return await self._told(Log(rev, limit, after), StatePage, room=room)
+
+    async def resolve(self, rev: str) -> StateRecord:
+        """The state that a revision names on the other side."""
+        return await self._told(Resolve(rev), StateRecord)
+
+    async def reach(self, uid: str) -> Reached:
+        """How far away each part of a state is on the other side, and where the other processes of that job serve."""
+        return await self._told(Reach(uid), Reached)
+
+    async def open(
+        self,
+        uid: str,
+        *,
+        relay: str | None = None,
+        failed: Sequence[str] = (),
+        here: bool = True,
+        part: int | None = None,
+        limit: int = BODY_BYTES,
+    ) -> tuple[Opened, Feed]:
+        """Open a state, which stays pinned until the feed is closed. If the answer names an ``upstream``, take the chunks from there; this
+        feed still gives their digests. ``part``: open only the part of this rank. An answer of more than ``limit`` bytes is refused.
+
+        :raises Unavailable: its bytes are not there.
+        """
+        question = Open(uid, relay, tuple(failed), here, near=self._begun.neighbour is not None, part=part)
+        opening = self._life.spawn(self._open(question, limit))
+        try:
+            return await self._life.outcome(opening)
+        except asyncio.CancelledError:
+            opening.add_done_callback(self._unwanted)
+            raise
+
+    async def push(self, source: Source, uid: str, offer: Offer) -> StateRecord:
+        """Have the peer fetch a state from here and record it. ``source`` is closed in the end.
+
+        :raises InvalidInput: the peer accepts no pushes.
+        """
+        try:
+            self._life.check_open()
+            handle = self._sending.add(source, uid)
+        except DatastatesError:
+            await asyncio.to_thread(source.close)
+            raise
+        try:
+            body = await asyncio.to_thread(msgspec.msgpack.encode, offer)
+            pushing = self._life.spawn(self._asking.ask(Push(handle, len(body)), limit=BODY_BYTES, offer=body))
+            return await self._decode(await self._life.outcome(pushing), StateRecord)
+        finally:
+            await self._sending.release(handle)
+
+    async def _told(self, question: Question, kind: type[_T], limit: int = BODY_BYTES, room: Share | None = None) -> _T:
+        most = question.limit if isinstance(question, Find | Log) else None
+        return await self._decode(await self.ask(question, limit=limit), kind, most, room)
+
+    async def _open(self, question: Open, limit: int) -> tuple[Opened, Feed]:
+        opened = await self._told(question, Opened, limit)
+        return opened, self._feeds.open(opened.handle, opened.manifest, opened.lengths, opened.addresses)
+
+    def _unwanted(self, opening: asyncio.Task[tuple[Opened, Feed]]) -> None:
+        if not opening.cancelled() and opening.exception() is None and self.is_open:
+            self._life.spawn(opening.result()[1].close())
+
+    async def _decode(self, body: bytes, kind: type[_T], most: int | None = None, room: Share | None = None) -> _T:
+        decode = partial(_decoded, body, kind, most, room)
+        try:
+            return decode() if len(body) < _SMALL_BYTES else await asyncio.to_thread(decode)
+        except (msgspec.DecodeError, RecursionError, ValueError) as exc:
+            fault = PeerFault(f"{self.peer} answers with what is no {kind.__name__} ({exc})")
+            self._life.fall(fault)
+            raise fault from exc
+
+    # --- frames -----------------------------------------------------------------------------------------------------------
+
+    async def _post(self, message: Message) -> None:
+        """Write a frame. It is sent completely even if the caller is cancelled meanwhile."""
+        self._life.check_open()
+        await self._life.outcome(self._life.spawn(self._write(encode(message))))
+
+    async def _write(self, body: bytes) -> None:
+        async with self._writing:
+            self._life.check_open()
+            self._written_at = self._clock()
+            try:
+                await self._sealed.send(body)
+            except DatastatesError as exc:
+                self._life.fall(exc)
+                raise
+            finally:
+                self._written_at = None
+
+    async def _read(self) -> None:
+        while self._life.error is None:
+            message = await self._sealed.receive()
+            self._heard_at = self._clock()
+            if not isinstance(message, Ping):
+                self._used_at = self._heard_at
+            self._take(message)
+
+    def _take(self, message: Message) -> None:
+        match message:
+            case Ping(sent):
+                if not self._receiving.claim(sent):
+                    raise PeerFault(f"{self.peer} says it has sent {sent} bytes, which it was not asked for")
+            case Want():
+                if self._sending.want(message):
+                    self._asking.touch()
+            case Gone():
+                self._receiving.gone(message)
+            case Moved():
+                self._plane.moved(message)
+                if message.asks:
+                    self._life.depend_on(self._plane.answer)
+            case Land() | Room() | Laid() if self._ipc is not None:
+                self._ipc.take(message)
+            case Took():
+                self._sending.took(message)
+            case Ask(number, question):
+                self._asked.take(number, question)
+            case Part(number, data):
+                self._asked.part(number, data)
+            case Answer():
+                self._asking.answered(message)
+            case Failed():
+                self._asking.failed(message)
+            case Bye(failure):
+                raise Disconnected(f"{self.peer} closed the connection: {failure.message}")
+            case _:
+                raise PeerFault(f"{self.peer} sent {type(message).__name__} after the handshake")
+
+    # --- life and death ---------------------------------------------------------------------------------------------------
+
+    async def _pulse(self) -> None:
+        while True:
+            await self._clock.tick(self._interval_s)
+            self._check_peer()
+            self._asking.expire(SILENT_TIMEOUTS * self.timeout_s, ANSWER_TIMEOUTS * self.timeout_s)
+            if not self._writing.locked():
+                self._life.depend_on(self._post, Ping(self._sending.bytes))
+
+    def _check_peer(self) -> None:
+        now, limit = self._clock(), self.timeout_s
+        if now - self._heard_at > limit:
+            raise Disconnected(f"{self.peer} has been silent for {limit:g} s: it died, stopped, or cannot be reached any more")
+        if self._written_at is not None and now - self._written_at > limit:
+            raise Disconnected(f"{self.peer} has read nothing for {limit:g} s")
+        if self._receiving.stalled_s > limit:
+            raise Disconnected(f"{self.peer} is alive, but has sent nothing of the chunks that were asked for in {limit:g} s")
+        if self._sending.stalled_s > limit:
+            raise Disconnected(f"{self.peer} is alive, but has taken nothing of the chunks that it asked for in {limit:g} s")
+        if self._asked.stalled_s > limit:
+            raise Disconnected(f"{self.peer} is alive, but has sent nothing for {limit:g} s of what it says of a state that it pushes")
+        if self._sending.idle_s > _IDLE_TIMEOUTS * limit:
+            raise Disconnected(f"{self.peer} has held states open for {_IDLE_TIMEOUTS * limit:g} s without asking for a chunk")
+
+    async def _end(self, error: DatastatesError, farewell: str | None) -> None:
+        begun = self._begun
+        try:
+            await self._plane.close()  # from here on no buffer is read or written
+            if begun.service is not None:
+                begun.service.neighbours.forget(begun.terms.name)
+            if farewell is not None:
+                await self._say_farewell(error.kind, farewell)
+            self._asking.fail(error)
+            ending = self._life.cancel()
+            await self._sealed.close()
+            await asyncio.gather(*ending, return_exceptions=True)
+            self._asked.close()
+            await self._sending.close()
+        finally:
+            if begun.service is None:
+                self._fingerprints.close()
+            if begun.neighbour is not None:
+                begun.neighbour.close()
+            self._life.ended.set()
+
+    async def _say_farewell(self, kind: str, reason: str) -> None:
+        try:
+            async with asyncio.timeout(_FAREWELL_S), self._writing:
+                await self._sealed.send(encode(Bye(Failure(kind, reason[:1000]))))
+        except (TimeoutError, DatastatesError):
+            pass  # it will notice
+
+
+def _decoded(body: bytes, kind: type[_T], most: int | None, room: Share | None) -> _T:
+    """What a body says. A page has at most ``most`` states, and takes ``room``."""
+    weight, limit = weigh(body, BODY_BYTES), BODY_BYTES if room is None else room.limit
+    if weight > BODY_BYTES or (room is not None and not room.take(weight)):
+        raise ValueError(f"it takes more than {limit} bytes of memory: pass a limit, or ask for less")
+    found = msgspec.msgpack.decode(body, type=kind)
+    if most is not None and isinstance(found, StatePage) and len(found.states) > most:
+        raise ValueError(f"{len(found.states)} states, where at most {most} were asked for")
+    return found

@@ -1,0 +1,450 @@
+"""One state on its way between processes: it can be waited for, awaited, cancelled and resumed."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import logging
+import os
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+from datastates import values
+from datastates.errors import Cancelled, Closed, Conflict, DatastatesError, Dirty, InvalidInput
+from datastates.lineage.states import Ref, RefKind, Run, State
+from datastates.lineage.write import clones
+from datastates.maintenance.core import Core
+from datastates.state.report import RestoreReport
+from datastates.system.interrupts import undisturbed
+from datastates.system.logs import event
+from datastates.system.memory import available_memory_bytes
+from datastates.system.threads import Latch
+
+from . import loop, receive_states
+from .contract import Sink
+from .data_plane import surely
+from .fetch import Fetched
+from .limits import LISTED_BYTES, Budget, Share
+from .receive_buffers import Shadows
+from .receive_objects import ObjectsSink
+from .session import Session
+from .sources import PAGE, OpenState, Sources, enter
+from .untrusted import ref_of, runs_of, states_of
+
+_logger = logging.getLogger(__name__)
+
+Progress = Callable[[int, int], None]
+"""Called with the bytes that are here and their total, on the transport's thread: it must be quick."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cloned:
+    """The result of a clone or a push. ``report`` is that of a clone into live objects; ``by_source`` counts the bytes that moved, by
+    peer.
+    """
+
+    state: State
+    report: RestoreReport | None
+    bytes_moved: int
+    seconds: float
+    by_source: Mapping[str, int]
+
+
+class Connected(Protocol):
+    """What ``Transfer.resume`` needs of a peer."""
+
+    @property
+    def sources(self) -> Sources:
+        """The sources of its states."""
+
+
+def _peer(value: object, what: str) -> object:
+    if not isinstance(values.attribute(value, "sources"), Sources):
+        raise InvalidInput(f"{what} is {values.shown(value)}: give the peer that datastates.connect returned")
+    return value
+
+
+class Move(ABC):
+    """What differs between a clone and a push. ``run`` is called once, on the transport's thread; the waiting caller calls everything
+    else.
+    """
+
+    state: State
+    bytes_total: int
+
+    @abstractmethod
+    async def run(self, progress: Progress) -> Fetched:
+        """Move the bytes."""
+
+    @abstractmethod
+    def land(self, fetched: Fetched) -> tuple[State, RestoreReport | None]:
+        """Finish a transfer of which every byte is here."""
+
+    @abstractmethod
+    def give_up(self, error: BaseException) -> BaseException:
+        """Release the other side, even if the transfer never ran. Returns the error for the waiting caller."""
+
+    @property
+    def is_resumable(self) -> bool:
+        """Whether what came is kept if the transfer fails."""
+        return False
+
+    def resumed(self, sources: Sources) -> Move:
+        """The rest of this failed transfer, from other sources; only if it is resumable."""
+        raise NotImplementedError
+
+    @abstractmethod
+    def drop(self) -> None:
+        """Release what came; called once, after ``give_up``."""
+
+
+class Transfer:
+    """A clone or a push under way. ``wait`` and ``await`` finish it, on the thread that calls them.
+
+    The waiting thread writes live objects at the very end; it must be the thread that owns them. With ``atomic=False`` they are written all
+    the time, and must be left alone until then. ``bytes_done`` and ``bytes_total`` may be read at any time.
+
+    A transfer that was begun as ``resumable`` keeps what came when it fails, for ``resume``, until it is closed: use it as a context
+    manager.
+    """
+
+    def __init__(self, move: Move, on_progress: Progress | None = None) -> None:
+        self.state, self.bytes_done, self.bytes_total = move.state, 0, move.bytes_total
+        self._move, self._on_progress = move, on_progress
+        self._is_kept = move.is_resumable
+        self._lock = threading.Lock()
+        self._result: Cloned | None = None
+        self._error: BaseException | None = None
+        self._is_given_up = False
+        self._pid = os.getpid()
+        self._ended = Latch()
+        self._future = loop.submit(move.run(self._progress))
+        self._future.add_done_callback(lambda _: self._ended.set())  # also if it was cancelled before it began
+
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing moves any more: ``wait`` returns, or raises, without waiting for the network."""
+        return self._ended.is_set()
+
+    @property
+    def error(self) -> BaseException | None:
+        """The error with which it failed; None if it has not failed."""
+        return self._error
+
+    @values.takes(timeout_s=values.optional(values.seconds))
+    def wait(self, timeout_s: float | None = None) -> Cloned:
+        """Wait until every byte is here and checked, and finish. Ctrl-C gives the transfer up, and is raised once nothing is written any
+        more.
+
+        :raises TimeoutError: it takes longer; the transfer goes on.
+        :raises Cancelled: it was cancelled.
+        :raises Closed: the peer was closed, or this is a forked child.
+        :raises Disconnected: no source is left (or Corrupt, Unavailable: what else went wrong).
+        :raises Dirty: the same, and live objects are half new: the cause says why; clone again, or restore them.
+        """
+        self._check_own()
+        try:
+            if not self._ended.wait(timeout_s):
+                raise TimeoutError(f"{self.bytes_done} of {self.bytes_total} bytes are here after {timeout_s} s: the clone goes on")
+        except KeyboardInterrupt:
+            self._is_given_up = True
+            self.cancel()
+            self._ended.wait()
+            self._finish_given_up()
+            raise
+        return self._finish()
+
+    def cancel(self) -> None:
+        """Stop the transfer; ``wait`` then raises Cancelled. Nothing after it is done."""
+        self._future.cancel()
+
+    @values.takes(peer=_peer, on_progress=values.optional(values.callback))
+    def resume(self, peer: Connected, *, on_progress: Progress | None = None) -> Transfer:
+        """Continue from the verified chunks, from any peer that has the state, once this has failed or was cancelled.
+
+        :raises InvalidInput: it has not failed, was not begun as ``resumable``, was closed, or was resumed already.
+        :raises Disconnected: the peer is gone (NotFound, Unavailable: it does not have the state); try another.
+        """
+        with self._lock:
+            if self._error is None:
+                raise InvalidInput("only a clone that has failed can be resumed: wait for it first")
+            if not self._is_kept:
+                raise InvalidInput("nothing was kept of this clone: begin it with resumable=True, and resume it once, before it is closed")
+            self._is_kept = False
+        try:
+            return Transfer(self._move.resumed(peer.sources), on_progress)
+        except BaseException:
+            self._is_kept = True
+            raise
+
+    def close(self) -> None:
+        """Give the transfer up if it is under way, and release what it kept. Idempotent; does nothing once it is done or was resumed."""
+        if self._result is None and self._error is None:
+            self._is_given_up = True
+            self.cancel()
+            self._ended.wait()
+            self._finish_given_up()
+        with self._lock:
+            was_kept, self._is_kept = self._is_kept, False
+        if was_kept and self._error is not None:
+            self._move.drop()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def __await__(self) -> Generator[Any, None, Cloned]:
+        return self._await().__await__()
+
+    async def _await(self) -> Cloned:
+        self._check_own()
+        ended = asyncio.get_running_loop().run_in_executor(None, self._ended.wait)
+        try:
+            await asyncio.shield(ended)
+        except asyncio.CancelledError:
+            self._is_given_up = True
+            self.cancel()
+            await asyncio.shield(ended)
+            self._finish_given_up()
+            raise
+        return self._finish()
+
+    def _progress(self, done: int, total: int) -> None:
+        self.bytes_done, self.bytes_total = done, total
+        if self._on_progress is None:
+            return
+        try:
+            self._on_progress(done, total)
+        except Exception:  # what it shows must not end the transfer
+            self._on_progress = None
+            _logger.exception("on_progress failed, and is not called again")
+
+    def _finish(self) -> Cloned:
+        with self._lock:
+            if self._result is None and self._error is None:
+                try:
+                    fetched = self._fetched()
+                    state, report = self._move.land(fetched)
+                    moved = sum(fetched.bytes_by_feed.values())
+                    self._result = Cloned(state, report, moved, fetched.seconds, fetched.bytes_by_feed)
+                except BaseException as exc:
+                    self._error = self._move.give_up(exc)
+                    if not self._is_kept:
+                        self._move.drop()
+                    if self._error is not exc:
+                        raise self._error from exc
+                    raise
+        if self._error is not None:
+            raise self._error
+        assert self._result is not None, "it is one or the other"
+        return self._result
+
+    def _finish_given_up(self) -> None:
+        """Release what came; ``error`` is set to the meaning of that, and the caller gets what interrupted it."""
+        self._is_kept = False
+        with suppress(DatastatesError):
+            self._finish()
+
+    def _check_own(self) -> None:
+        if self._pid != os.getpid():
+            raise Closed(f"the transfer of state {self.state.uid[:10]} belongs to the parent process: begin another one in the child")
+
+    def _fetched(self) -> Fetched:
+        cancelled = Cancelled(f"the transfer of state {self.state.uid[:10]} was cancelled after {self.bytes_done} bytes")
+        try:
+            with undisturbed():
+                fetched = self._future.result()  # it has ended
+        except concurrent.futures.CancelledError:
+            raise cancelled from None
+        if self._is_given_up:  # it was too late to stop it
+            raise cancelled
+        return fetched
+
+
+# Receiving a state: what is asked for, where it lands, and how a failed clone continues.
+
+
+_SPARE = 1.25
+
+
+class Arrival(ABC):
+    """The destination of a clone."""
+
+    sink: Sink
+
+    @abstractmethod
+    def land(self, opened: OpenState, fetched: Fetched) -> tuple[State, RestoreReport | None]:
+        """Finish: every chunk is in the sink."""
+
+    @abstractmethod
+    def drop(self) -> None:
+        """Release what came."""
+
+    def explain(self, error: BaseException) -> BaseException:
+        """The error that a waiting caller gets for an error."""
+        return error
+
+    def joined_by(self, opened: OpenState) -> None:
+        """Note that the rest comes from elsewhere."""
+        del opened
+
+
+class IntoObjects(Arrival):
+    """Live objects, written by the thread that owns them; see ``Peer.clone`` for the options."""
+
+    def __init__(
+        self,
+        opened: OpenState,
+        into: Mapping[str, object],
+        *,
+        only: str | Sequence[str] | None,
+        strict: bool,
+        atomic: bool | None,
+        skip_equal: bool,
+        shadows: Shadows,
+    ) -> None:
+        if atomic is None:
+            atomic = not skip_equal and available_memory_bytes() > _SPARE * sum(opened.manifest.lengths)
+        self._names, self._uid = tuple(into), opened.state.uid
+        self._sink = self.sink = ObjectsSink(
+            opened.manifest,
+            into,
+            only=only,
+            strict=strict,
+            atomic=atomic,
+            skip_equal=skip_equal,
+            keep=opened.forwarder is not None,
+            shadows=shadows,
+            scratch=opened.scratch,
+        )
+
+    def land(self, opened: OpenState, fetched: Fetched) -> tuple[State, RestoreReport]:
+        report = self._sink.commit()
+        loop.run(opened.end_chain())
+        self._sink.close()
+        sources = ", ".join(fetched.bytes_by_feed)
+        landed = event("clone.landed", state=opened.state.uid, step=opened.state.step, bytes=sum(fetched.bytes_by_feed.values()))
+        _logger.info("cloned state %s, step %d, from %s", opened.state.uid[:10], opened.state.step, sources, extra=landed)
+        return opened.state, report
+
+    def explain(self, error: BaseException) -> BaseException:
+        if not self._sink.is_dirty or not isinstance(error, Exception):
+            return error
+        names = ", ".join(self._names)
+        return Dirty(f"{names} are half old, half new: the clone of {self._uid[:10]} failed ({error}); clone again, or restore them")
+
+    def drop(self) -> None:
+        self._sink.close()
+
+
+class IntoRepository(Arrival):
+    """A repository's memory and lineage, with the ancestors that it lacks, and with ``tags`` on what comes if they are asked for."""
+
+    def __init__(self, opened: OpenState, core: Core, ancestry: Sequence[State], tags: Sequence[Ref], made_by: Mapping[str, Run]) -> None:
+        self._core, self._ancestry, self._tags, self._made_by = core, ancestry, tags, made_by
+        relatives = [state.uid for state in ancestry[:10]]
+        self._sink = self.sink = receive_states.make_room(core, opened.manifest, party=opened.source, relatives=relatives)
+
+    @classmethod
+    def of(cls, sources: Sources, opened: OpenState, core: Core, *, tags: bool) -> IntoRepository:
+        """Room for the state, once it is known which of its ancestors come with it."""
+        with core.database.read() as session:
+            is_same = clones.repository_uid(session) == opened.repository
+            is_shared = is_same and bool(clones.known(session, [opened.state.uid]))  # else one of the two is a copy of the other
+        if is_shared:
+            return cls(opened, core, [], [], {})
+        coming = sources.listed(lambda session: _ancestry(session, core, opened.state, tags=tags), among=opened.urls)
+        return cls(opened, core, *loop.run(coming))
+
+    def land(self, opened: OpenState, fetched: Fetched) -> tuple[State, None]:
+        loop.run(opened.end_chain())
+        state = receive_states.land(
+            self._core,
+            self._sink,
+            opened.state,
+            ancestry=self._ancestry,
+            tags=self._tags,
+            came=clones.Provenance(self._sink.party, opened.repository, sum(fetched.bytes_by_feed.values()), self._made_by),
+        )
+        return state, None
+
+    def joined_by(self, opened: OpenState) -> None:
+        self._sink.party = f"{self._sink.party}, {opened.source}"
+
+    def drop(self) -> None:
+        receive_states.abandon(self._core, self._sink)
+
+
+class Pull(Move):
+    """A state on its way here."""
+
+    def __init__(self, opened: OpenState, arrival: Arrival, *, timeout_s: float, is_kept: bool) -> None:
+        self.state = opened.state
+        self.bytes_total = sum(arrival.sink.lengths[index] for index in arrival.sink.missing())
+        self._opened, self._arrival = opened, arrival
+        self._timeout_s, self._is_kept = timeout_s, is_kept
+
+    async def run(self, progress: Progress) -> Fetched:
+        opened = self._opened
+        try:
+            return await opened.fetch(self._arrival.sink, timeout_s=self._timeout_s, on_progress=progress)
+        finally:  # a cancellation at this point must not leave a connection behind
+            if opened.forwarder is None:  # else it passes the state on
+                await surely(asyncio.create_task(opened.close()))
+
+    def land(self, fetched: Fetched) -> tuple[State, RestoreReport | None]:
+        return self._arrival.land(self._opened, fetched)
+
+    def give_up(self, error: BaseException) -> BaseException:
+        with suppress(Closed):  # the process is ending
+            loop.run(self._opened.close())  # it may have been cancelled before it began
+        return self._arrival.explain(error)
+
+    def drop(self) -> None:
+        self._arrival.drop()
+
+    @property
+    def is_resumable(self) -> bool:
+        return self._is_kept
+
+    def resumed(self, sources: Sources) -> Pull:
+        """The rest of this transfer: the sink knows which chunks are missing, and every digest."""
+        before = self._opened
+        opened = loop.run(sources.open(self.state.uid))
+        if opened.state.digest != self.state.digest:
+            loop.run(opened.close())
+            raise Conflict(f"{opened.source} has another state of the uid {self.state.uid}: resume from another peer")
+        if opened.source != before.source:
+            self._arrival.joined_by(opened)
+        return Pull(opened, self._arrival, timeout_s=sources.timeout_s, is_kept=self._is_kept)
+
+
+async def _ancestry(session: Session, core: Core, state: State, *, tags: bool) -> tuple[list[State], list[Ref], dict[str, Run]]:
+    """The ancestors that the repository lacks, newest first, down to where it has every parent; the tags and the runs of all that come.
+
+    A page of which it has every state is not the end: states that a merge brought in from elsewhere may be older than that.
+    """
+    coming: list[State] = []
+    listed = {state.uid: state}
+    room = Share(Budget(2 * LISTED_BYTES))
+    made_by = runs_of((await session.log(state.uid, limit=1, after=None)).runs)
+    after: str | None = state.uid
+    while after is not None and await asyncio.to_thread(receive_states.lacks_parents, core, [state, *coming]):
+        page = await session.log(state.uid, limit=PAGE, after=after, room=room)
+        states = states_of(page.states, page.runs)
+        made_by |= runs_of(page.runs)
+        enter(listed, states)
+        coming += await asyncio.to_thread(receive_states.missing_ancestry, core, states)
+        after = page.next if states else None
+    if not tags:
+        return coming, [], made_by
+    uids = {state.uid, *(each.uid for each in coming)}
+    found = [ref_of(record) for record in await session.refs()]
+    return coming, [ref for ref in found if ref.kind is RefKind.TAG and ref.state in uids], made_by

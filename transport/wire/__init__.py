@@ -1,1 +1,0 @@
-"""Moves bytes between processes: connections, the data planes, and the process that runs UCX."""
